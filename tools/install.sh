@@ -61,10 +61,11 @@ if [ -n "$bootstrap" ]; then
 	esac
 	say "installing Go $go_version as a Go module into ${tools#"$PWD"/}/go (the packaged $(go version | cut -d' ' -f3) is too old)"
 	mkdir -p "$tools"
-	dir=$(cd "$tools" && GO111MODULE=on GOFLAGS=-modcacherw GOTOOLCHAIN=local \
-		go mod download -json "golang.org/toolchain@v0.0.1-go$go_version.linux-$arch" |
-		sed -n 's/^[[:space:]]*"Dir": "\(.*\)",*$/\1/p')
-	[ -d "$dir" ] || die "download Go $go_version: the module golang.org/toolchain was not fetched"
+	answer=$(cd "$tools" && GO111MODULE=on GOFLAGS=-modcacherw GOTOOLCHAIN=local \
+		go mod download -json "golang.org/toolchain@v0.0.1-go$go_version.linux-$arch" 2>&1) ||
+		die "download Go $go_version: $answer"
+	dir=$(sed -n 's/^[[:space:]]*"Dir": "\(.*\)",*$/\1/p' <<<"$answer")
+	[ -d "$dir" ] || die "download Go $go_version: $answer"
 	rm -rf "$tools/go"
 	cp -r "$dir" "$tools/go"
 	chmod -R u+w "$tools/go"
