@@ -1,0 +1,294 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* One cursor over a packet, one helper per header. Each helper checks its
+ * header against the packet's end, notes in struct packet what the later
+ * stages need, and leaves the cursor behind the header.
+ *
+ * Pointers into a packet die with each change of its head or tail, so struct
+ * packet holds offsets and values, never pointers.
+ */
+#ifndef QUARTET_PARSE_H
+#define QUARTET_PARSE_H
+
+#include <linux/bpf.h>
+#include <linux/icmp.h>
+#include <linux/icmpv6.h>
+#include <linux/if_ether.h>
+#include <linux/in.h>
+#include <linux/ip.h>
+#include <linux/ipv6.h>
+#include <linux/tcp.h>
+#include <linux/udp.h>
+#include <bpf_endian.h>
+#include <bpf_helpers.h>
+
+#ifndef INLINE
+#define INLINE static __always_inline
+#endif
+
+/* What a helper found. */
+enum parsed {
+	PARSED_OK,
+	PARSED_NOT_IP,	  /* an EtherType that is neither IPv4 nor IPv6 */
+	PARSED_TRUNCATED, /* the packet ends inside the header */
+	PARSED_INVALID,	  /* a field of the header contradicts the packet or the RFC */
+};
+
+/* Bits of packet.flags. */
+#define PACKET_FIRST_FRAGMENT (1 << 0) /* offset 0, more follow */
+#define PACKET_LATER_FRAGMENT (1 << 1) /* offset not 0: no layer 4 header */
+#define PACKET_DF	      (1 << 2) /* must not be fragmented: IPv4 DF, every IPv6 packet */
+#define PACKET_SYN	      (1 << 3) /* TCP SYN without ACK and RST */
+#define PACKET_RST_OR_FIN     (1 << 4) /* TCP */
+#define PACKET_VERSION6	      (1 << 5) /* addresses are IPv6 */
+#define PACKET_SYN_ACK	      (1 << 6) /* TCP SYN with ACK */
+
+/* IPv6 extension headers walked before a packet counts as invalid, and IEEE
+ * 802.1Q/802.1ad tags read before one counts as not IP. */
+#define MAX_EXTENSION_HEADERS 6
+#define MAX_VLAN_TAGS	      2
+
+/* struct packet describes one packet. Addresses are in network byte order as
+ * they stand in the header; an IPv4 address is in word 0, the rest is zero. */
+struct packet {
+	__be32 src[4];
+	__be32 dst[4];
+	__be16 src_port; /* 0 without a layer 4 header, or for protocols without ports */
+	__be16 dst_port;
+	__be32 fragment_id; /* network byte order; IPv4's 16 bits as a __be16 */
+	__u16 l3_offset;    /* bytes from the frame's start: 14, 18 or 22 */
+	__u16 l4_offset;    /* bytes from the frame's start */
+	__u16 l3_length;    /* bytes of the IP packet with its header, by its own field */
+	__be16 l3_proto;    /* ETH_P_IP or ETH_P_IPV6, network byte order */
+	__u8 l4_proto;	    /* after IPv6 extension headers */
+	__u8 flags;
+	__u8 ttl; /* or hop limit */
+	__u8 tos; /* or traffic class: DSCP and ECN */
+	__u8 icmp_type;
+	__u8 icmp_code;
+	__u8 vlan_tags; /* tags between the MAC addresses and l3_proto */
+};
+
+struct cursor {
+	void *start; /* the frame's first byte */
+	void *pos;
+	void *end; /* behind the frame's last byte */
+};
+
+struct vlan_header {
+	__be16 tci;
+	__be16 proto;
+};
+
+struct ipv6_fragment_header {
+	__u8 next;
+	__u8 reserved;
+	__be16 offset; /* in bits 15..3 in units of 8 bytes; bit 0: more follow */
+	__be32 id;
+};
+
+INLINE struct cursor cursor_xdp(struct xdp_md *ctx)
+{
+	struct cursor c = {
+	    .start = (void *)(long)ctx->data,
+	    .pos = (void *)(long)ctx->data,
+	    .end = (void *)(long)ctx->data_end,
+	};
+	return c;
+}
+
+/* The cursor's distance from the frame's start, in bytes. */
+#define CURSOR_OFFSET(c) ((__u16)((c)->pos - (c)->start))
+
+INLINE enum parsed parse_ethernet(struct cursor *c, struct packet *p)
+{
+	struct ethhdr *eth = c->pos;
+	if ((void *)(eth + 1) > c->end)
+		return PARSED_TRUNCATED;
+	__be16 proto = eth->h_proto;
+	c->pos = eth + 1;
+	p->vlan_tags = 0;
+
+#pragma unroll
+	for (int i = 0; i < MAX_VLAN_TAGS; i++) {
+		if (proto != bpf_htons(ETH_P_8021Q) && proto != bpf_htons(ETH_P_8021AD))
+			break;
+		struct vlan_header *tag = c->pos;
+		if ((void *)(tag + 1) > c->end)
+			return PARSED_TRUNCATED;
+		proto = tag->proto;
+		c->pos = tag + 1;
+		p->vlan_tags++;
+	}
+	p->l3_proto = proto;
+	p->l3_offset = sizeof(*eth) + p->vlan_tags * sizeof(struct vlan_header);
+	if (proto != bpf_htons(ETH_P_IP) && proto != bpf_htons(ETH_P_IPV6))
+		return PARSED_NOT_IP;
+	return PARSED_OK;
+}
+
+/* True if the frame holds the whole IP packet whose header was read. Bytes
+ * behind it (Ethernet's padding) are allowed. An ICMP error quotes less. */
+INLINE int holds_l3(const struct cursor *c, const struct packet *p)
+{
+	return c->start + p->l3_offset + p->l3_length <= c->end;
+}
+
+/* parse_ipv4 accepts options. The header's checksum is the receiver's to check. */
+INLINE enum parsed parse_ipv4(struct cursor *c, struct packet *p)
+{
+	struct iphdr *ip = c->pos;
+	if ((void *)(ip + 1) > c->end)
+		return PARSED_TRUNCATED;
+	__u32 header = ip->ihl * 4;
+	__u32 length = bpf_ntohs(ip->tot_len);
+	if (ip->version != 4 || header < sizeof(*ip) || length < header)
+		return PARSED_INVALID;
+
+	p->flags = 0;
+	p->src[0] = ip->saddr;
+	p->dst[0] = ip->daddr;
+	p->l4_proto = ip->protocol;
+	p->l3_length = length;
+	p->ttl = ip->ttl;
+	p->tos = ip->tos;
+	__u16 fragment = bpf_ntohs(ip->frag_off);
+	if (fragment & 0x4000)
+		p->flags |= PACKET_DF;
+	if (fragment & 0x3fff) {
+		p->fragment_id = ip->id;
+		p->flags |= fragment & 0x1fff ? PACKET_LATER_FRAGMENT : PACKET_FIRST_FRAGMENT;
+	}
+	c->pos += header;
+	if (c->pos > c->end)
+		return PARSED_TRUNCATED;
+	p->l4_offset = CURSOR_OFFSET(c);
+	return PARSED_OK;
+}
+
+/* parse_ipv6 walks the extension headers to the upper layer's. An atomic
+ * fragment (RFC 6946: offset 0, none follow) is a whole packet. ESP and "no
+ * next header" end the walk as upper layers. */
+INLINE enum parsed parse_ipv6(struct cursor *c, struct packet *p)
+{
+	struct ipv6hdr *ip = c->pos;
+	if ((void *)(ip + 1) > c->end)
+		return PARSED_TRUNCATED;
+	__u32 length = sizeof(*ip) + bpf_ntohs(ip->payload_len);
+	if (ip->version != 6)
+		return PARSED_INVALID;
+
+	p->flags = PACKET_DF | PACKET_VERSION6;
+	__builtin_memcpy(p->src, &ip->saddr, sizeof(p->src));
+	__builtin_memcpy(p->dst, &ip->daddr, sizeof(p->dst));
+	p->l3_length = length;
+	p->ttl = ip->hop_limit;
+	p->tos = ip->priority << 4 | ip->flow_lbl[0] >> 4;
+	__u8 next = ip->nexthdr;
+	c->pos = ip + 1;
+
+	for (int i = 0; i < MAX_EXTENSION_HEADERS; i++) {
+		__u8 *extension = c->pos;
+		__u32 size;
+
+		if (next == IPPROTO_FRAGMENT) {
+			struct ipv6_fragment_header *fragment = c->pos;
+			if ((void *)(fragment + 1) > c->end)
+				return PARSED_TRUNCATED;
+			__u16 offset = bpf_ntohs(fragment->offset);
+			next = fragment->next;
+			c->pos = fragment + 1;
+			if (offset & 0xfff9) {
+				p->fragment_id = fragment->id;
+				if (offset & 0xfff8) {
+					p->flags |= PACKET_LATER_FRAGMENT;
+					break;
+				}
+				p->flags |= PACKET_FIRST_FRAGMENT;
+			}
+			continue;
+		}
+		if (next == IPPROTO_AH) {
+			if ((void *)(extension + 2) > c->end)
+				return PARSED_TRUNCATED;
+			size = (extension[1] + 2) * 4;
+		} else if (next == IPPROTO_HOPOPTS || next == IPPROTO_ROUTING ||
+			   next == IPPROTO_DSTOPTS) {
+			if ((void *)(extension + 2) > c->end)
+				return PARSED_TRUNCATED;
+			size = (extension[1] + 1) * 8;
+		} else {
+			break;
+		}
+		next = extension[0];
+		c->pos += size;
+		if (c->pos > c->end)
+			return PARSED_TRUNCATED;
+	}
+	if (next == IPPROTO_HOPOPTS || next == IPPROTO_ROUTING || next == IPPROTO_DSTOPTS ||
+	    (next == IPPROTO_FRAGMENT && !(p->flags & PACKET_LATER_FRAGMENT)))
+		return PARSED_INVALID;
+	p->l4_proto = next;
+	p->l4_offset = CURSOR_OFFSET(c);
+	if (p->l4_offset > p->l3_offset + length)
+		return PARSED_TRUNCATED;
+	return PARSED_OK;
+}
+
+/* True if the IP packet, by its own length field, holds n bytes of layer 4. */
+INLINE int holds_l4(const struct packet *p, __u32 n)
+{
+	return p->l4_offset + n <= (__u32)p->l3_offset + p->l3_length;
+}
+
+INLINE enum parsed parse_tcp(struct cursor *c, struct packet *p)
+{
+	struct tcphdr *tcp = c->pos;
+	if ((void *)(tcp + 1) > c->end || !holds_l4(p, sizeof(*tcp)))
+		return PARSED_TRUNCATED;
+	if (tcp->doff < 5)
+		return PARSED_INVALID;
+	p->src_port = tcp->source;
+	p->dst_port = tcp->dest;
+	if (tcp->syn && !tcp->rst)
+		p->flags |= tcp->ack ? PACKET_SYN_ACK : PACKET_SYN;
+	if (tcp->rst || tcp->fin)
+		p->flags |= PACKET_RST_OR_FIN;
+	return PARSED_OK;
+}
+
+INLINE enum parsed parse_udp(struct cursor *c, struct packet *p)
+{
+	struct udphdr *udp = c->pos;
+	if ((void *)(udp + 1) > c->end || !holds_l4(p, sizeof(*udp)))
+		return PARSED_TRUNCATED;
+	p->src_port = udp->source;
+	p->dst_port = udp->dest;
+	return PARSED_OK;
+}
+
+/* parse_icmp serves ICMP and ICMPv6: both begin with type, code, checksum and
+ * four bytes whose meaning depends on the type. */
+INLINE enum parsed parse_icmp(struct cursor *c, struct packet *p)
+{
+	struct icmphdr *icmp = c->pos;
+	if ((void *)(icmp + 1) > c->end || !holds_l4(p, sizeof(*icmp)))
+		return PARSED_TRUNCATED;
+	p->icmp_type = icmp->type;
+	p->icmp_code = icmp->code;
+	c->pos = icmp + 1;
+	return PARSED_OK;
+}
+
+/* parse_ports reads only the ports of TCP or UDP: what is certain to be there
+ * in the packet that an ICMP error quotes (RFC 792: eight bytes). */
+INLINE enum parsed parse_ports(struct cursor *c, struct packet *p)
+{
+	struct udphdr *ports = c->pos;
+	if ((void *)(ports + 1) > c->end)
+		return PARSED_TRUNCATED;
+	p->src_port = ports->source;
+	p->dst_port = ports->dest;
+	return PARSED_OK;
+}
+
+#endif
