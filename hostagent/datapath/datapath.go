@@ -1,0 +1,549 @@
+// Package datapath is the host agent's packet path: it takes load-balanced
+// packets out of their tunnels, translates VIPs to DIPs, and translates the
+// replies back so that they go straight to the client (Ananta section 3.4.1).
+package datapath
+
+import (
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"maps"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/btf"
+	"github.com/cilium/ebpf/link"
+	"github.com/cilium/ebpf/rlimit"
+	"golang.org/x/sys/unix"
+
+	"github.com/quartet-lb/quartet/lb"
+)
+
+// Config says where and how large the packet path is.
+type Config struct {
+	// Interfaces are the uplinks by name, at least one: where tunnelled packets
+	// come in and replies leave. Their drivers must run XDP natively.
+	Interfaces []string
+	// PinDir is a directory on bpffs that keeps programs and maps alive while
+	// no daemon runs. Default DefaultPinDir.
+	PinDir string
+	// MSS is the highest TCP maximum segment size, in bytes, that servers may
+	// announce to clients, 88..65495. 0 computes it for each connection: the
+	// uplink's MTU less the tunnel headers its SYN came with.
+	MSS uint16
+	// Flows is how many trusted flows are remembered, 1024..16777216, at about
+	// 112 bytes each; the least recently used goes first. Default DefaultFlows.
+	// A quarter as many untrusted ones (of which one packet was seen) have a
+	// table of their own.
+	Flows uint32
+	// Rules is how many rules there may be, 1..1048576. Default DefaultRules.
+	Rules uint32
+	// Meters is how many (VIP, peer prefix, direction) are counted; the least
+	// recently used goes first. Default DefaultMeters.
+	Meters uint32
+}
+
+// Defaults of Config.
+const (
+	DefaultPinDir = "/sys/fs/bpf/quartet/hostagent"
+	DefaultFlows  = 256 << 10
+	DefaultRules  = 64 << 10
+	DefaultMeters = 16 << 10
+)
+
+// Rule sends what arrives in a tunnel to Tunnel for Endpoint to a DIP (Ananta
+// section 3.4.1). Tunnel and Endpoint are the key.
+type Rule struct {
+	Tunnel   netip.Addr // outer destination, of either family
+	Endpoint lb.Endpoint
+	DIP      netip.Addr // of the VIP's family
+	DIPPort  uint16     // 0 keeps the packet's port
+}
+
+// String is "10.1.3.11: TCP 203.0.113.10:80 to 10.1.3.11:8080".
+func (r Rule) String() string {
+	return fmt.Sprintf("%s: %s to %s", r.Tunnel, r.Endpoint, lb.DIP{Addr: r.DIP, Port: r.DIPPort})
+}
+
+// Delta is a change to the rules. Of a rule to delete only the key matters;
+// deleting one that is not there is no error.
+type Delta struct {
+	Put, Delete []Rule
+}
+
+// Meter counts the traffic between a VIP and a prefix of peers since the maps
+// were made. Bytes are those of the IP packets without tunnel headers, each
+// segment with its own headers.
+type Meter struct {
+	VIP     netip.Addr
+	Peer    netip.Prefix // IPv4 /24, IPv6 /48
+	Inbound bool         // client to VIP
+	Packets uint64
+	Bytes   uint64
+}
+
+// FlowStats says how full the flow tables are.
+type FlowStats struct {
+	Trusted, TrustedMax     uint64
+	Untrusted, UntrustedMax uint64
+	Created                 uint64 // by a first packet: TCP SYN, or UDP
+	Recreated               uint64 // by a TCP packet in mid-connection
+	Promoted                uint64 // untrusted to trusted
+	Clamped                 uint64 // SYNs and SYN-ACKs whose MSS was lowered
+	Bytes                   uint64 // kernel memory of both tables
+}
+
+// layoutVersion changes when a map's contents change meaning though its sizes
+// stay the same; sizes are part of the layout's name by themselves.
+const layoutVersion = 1
+
+// Datapath is the packet path of one host. Its methods may be called by
+// several goroutines at once.
+type Datapath struct {
+	config     Config
+	objects    agentObjects
+	exitLabels []string
+	dir        string // of this layout's maps, below config.PinDir
+
+	mu       sync.Mutex
+	uplinks  []uplink
+	rules    map[ruleKey]targets // what the map holds
+	used     references
+	previous []string // directories of other layouts' maps, until the links left them
+}
+
+// uplink is one interface with its two links.
+type uplink struct {
+	name  string
+	index int
+	links []*attachment
+}
+
+// attachment is one program's pinned link on one interface.
+type attachment struct {
+	program *ebpf.Program
+	pin     string
+	link    link.Link
+	behind  bool // runs a program over another layout's maps
+}
+
+// Open attaches the packet path to its interfaces. What an earlier Open pinned
+// in the same layout goes on with its rules, flows and counters, under this
+// binary's programs. With another layout (a newer binary, other sizes) the old
+// programs go on until the first Replace has filled the maps beside and swaps
+// them. No packet is lost either way. An interface that Config no longer names
+// is detached. Errors are one line and leave everything as it was.
+func Open(c Config) (*Datapath, error) {
+	if err := c.complete(); err != nil {
+		return nil, err
+	}
+	uplinks, err := c.uplinks()
+	if err != nil {
+		return nil, err
+	}
+	if _, err := os.Stat("/sys/kernel/btf/vmlinux"); err != nil {
+		return nil, errors.New("load programs: this kernel has no BTF; valid: a kernel with CONFIG_DEBUG_INFO_BTF")
+	}
+	if err := mountBPFFS(c.PinDir); err != nil {
+		return nil, err
+	}
+
+	d := &Datapath{config: c}
+	fresh, err := d.load()
+	if err != nil {
+		return nil, err
+	}
+	if err := d.open(uplinks); err != nil {
+		_ = d.Close()
+		if fresh {
+			_ = os.RemoveAll(d.dir)
+		}
+		return nil, err
+	}
+	return d, nil
+}
+
+func (d *Datapath) open(uplinks []uplink) error {
+	if err := d.readRules(); err != nil {
+		return err
+	}
+	entries, err := os.ReadDir(d.config.PinDir)
+	if err != nil {
+		return fmt.Errorf("read pin directory: %w", err)
+	}
+	wanted := map[string]bool{}
+	for _, u := range uplinks {
+		for _, a := range u.attachments(d) {
+			wanted[filepath.Base(a.pin)] = true
+		}
+	}
+	if err := d.attach(uplinks); err != nil {
+		return err
+	}
+	for _, e := range entries {
+		name := e.Name()
+		if e.IsDir() {
+			if dir := filepath.Join(d.config.PinDir, name); dir != d.dir {
+				d.previous = append(d.previous, dir)
+			}
+		} else if !wanted[name] {
+			if err := os.Remove(filepath.Join(d.config.PinDir, name)); err != nil {
+				return fmt.Errorf("detach from an interface that is no longer configured: %w", err)
+			}
+		}
+	}
+	for _, u := range d.uplinks {
+		for _, a := range u.links {
+			if a.behind {
+				return nil
+			}
+		}
+	}
+	return d.removePrevious()
+}
+
+func (c *Config) complete() error {
+	if c.PinDir == "" {
+		c.PinDir = DefaultPinDir
+	}
+	if !filepath.IsAbs(c.PinDir) || strings.Contains(filepath.Base(c.PinDir), ".") {
+		return fmt.Errorf("pin directory %q: valid: an absolute path whose last name has no dot", c.PinDir)
+	}
+	if c.MSS != 0 && (c.MSS < 88 || c.MSS > 65495) {
+		return fmt.Errorf("mss %d: valid: 88 to 65495, or 0 for the uplink's MTU less the tunnel", c.MSS)
+	}
+	for _, f := range []struct {
+		name         string
+		value        *uint32
+		least, most  uint32
+		defaultValue uint32
+	}{
+		{"flows", &c.Flows, 1 << 10, 1 << 24, DefaultFlows},
+		{"rules", &c.Rules, 1, 1 << 20, DefaultRules},
+		{"meters", &c.Meters, 1 << 8, 1 << 20, DefaultMeters},
+	} {
+		if *f.value == 0 {
+			*f.value = f.defaultValue
+		}
+		if *f.value < f.least || *f.value > f.most {
+			return fmt.Errorf("%s %d: valid: %d to %d", f.name, *f.value, f.least, f.most)
+		}
+	}
+	return nil
+}
+
+func (c *Config) uplinks() ([]uplink, error) {
+	if len(c.Interfaces) == 0 {
+		return nil, errors.New("interfaces: none; valid: the names of the host's uplinks")
+	}
+	var all []uplink
+	for i, name := range c.Interfaces {
+		if slices.Contains(c.Interfaces[:i], name) {
+			return nil, fmt.Errorf("interfaces: %q is named twice", name)
+		}
+		ifc, err := net.InterfaceByName(name)
+		if err != nil {
+			return nil, fmt.Errorf("interfaces: %q is no interface of this host", name)
+		}
+		all = append(all, uplink{name: name, index: ifc.Index})
+	}
+	return all, nil
+}
+
+// mountBPFFS makes dir on a BPF file system, mounting one at /sys/fs/bpf if
+// dir is below it and none is there.
+func mountBPFFS(dir string) error {
+	const standard = "/sys/fs/bpf"
+	onBPFFS := func() bool {
+		for p := dir; ; p = filepath.Dir(p) {
+			var s unix.Statfs_t
+			if err := unix.Statfs(p, &s); err == nil {
+				return s.Type == unix.BPF_FS_MAGIC
+			}
+			if p == "/" {
+				return false
+			}
+		}
+	}
+	if !onBPFFS() {
+		if !strings.HasPrefix(dir, standard+"/") {
+			return fmt.Errorf("pin directory %s is on no BPF file system; valid: a directory below %s", dir, standard)
+		}
+		if err := unix.Mount("bpf", standard, "bpf", 0, ""); err != nil {
+			return fmt.Errorf("mount %s: %w", standard, err)
+		}
+	}
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return fmt.Errorf("make pin directory: %w", err)
+	}
+	return nil
+}
+
+// load makes this layout's maps, or adopts them, and loads the programs over
+// them. It reports whether the maps are fresh.
+func (d *Datapath) load() (fresh bool, err error) {
+	spec, err := loadAgent()
+	if err != nil {
+		return false, fmt.Errorf("read programs: %w", err)
+	}
+	for name, n := range map[string]uint32{
+		"tunnels":   d.config.Rules,
+		"rules":     d.config.Rules,
+		"dips":      d.config.Rules * uint32(len(targets{})),
+		"flows":     d.config.Flows,
+		"untrusted": d.config.Flows / 4,
+		"meters":    d.config.Meters,
+	} {
+		spec.Maps[name].MaxEntries = n
+	}
+	if err := spec.Variables["max_mss"].Set(d.config.MSS); err != nil {
+		return false, fmt.Errorf("set mss: %w", err)
+	}
+	if d.exitLabels, err = labels(spec, "exit"); err != nil {
+		return false, err
+	}
+
+	layout := sha256.New()
+	fmt.Fprintln(layout, layoutVersion)
+	for _, name := range slices.Sorted(maps.Keys(spec.Maps)) {
+		if m := spec.Maps[name]; !strings.HasPrefix(name, ".") {
+			m.Pinning = ebpf.PinByName
+			fmt.Fprintln(layout, name, m.Type, m.KeySize, m.ValueSize, m.MaxEntries, m.Flags)
+		}
+	}
+	d.dir = filepath.Join(d.config.PinDir, fmt.Sprintf("maps-%x", layout.Sum(nil)[:6]))
+	if err := os.Mkdir(d.dir, 0o700); err == nil {
+		fresh = true
+	} else if !errors.Is(err, os.ErrExist) {
+		return false, fmt.Errorf("make pin directory: %w", err)
+	}
+
+	// Kernels before 5.11 charge maps to this limit; later ones ignore it.
+	_ = rlimit.RemoveMemlock()
+	err = spec.LoadAndAssign(&d.objects, &ebpf.CollectionOptions{Maps: ebpf.MapOptions{PinPath: d.dir}})
+	if err == nil {
+		return fresh, nil
+	}
+	if fresh {
+		_ = os.RemoveAll(d.dir)
+	}
+	switch {
+	case errors.Is(err, unix.EPERM):
+		return false, errors.New("load programs: not permitted; valid: root, or the capabilities CAP_BPF and CAP_NET_ADMIN")
+	case errors.Is(err, unix.ENOMEM):
+		return false, fmt.Errorf("load programs: no memory for %d flows and %d rules", d.config.Flows, d.config.Rules)
+	}
+	return false, fmt.Errorf("load programs: %w", err)
+}
+
+// labels are an enum's names in the object, without prefix and in lower case,
+// by value; its last name is the count.
+func labels(spec *ebpf.CollectionSpec, enum string) ([]string, error) {
+	var e *btf.Enum
+	if err := spec.Types.TypeByName(enum, &e); err != nil {
+		return nil, fmt.Errorf("read names of %s: %w", enum, err)
+	}
+	names := make([]string, len(e.Values)-1)
+	for _, v := range e.Values {
+		if v.Value < uint64(len(names)) {
+			names[v.Value] = strings.ToLower(strings.TrimPrefix(v.Name, strings.ToUpper(enum)+"_"))
+		}
+	}
+	return names, nil
+}
+
+func (u *uplink) attachments(d *Datapath) []*attachment {
+	// Names on bpffs have no dots, interfaces' may. Replies are translated
+	// before anything comes in that they could answer.
+	return []*attachment{
+		{program: d.objects.Outbound, pin: filepath.Join(d.config.PinDir, fmt.Sprintf("outbound-%d", u.index))},
+		{program: d.objects.Inbound, pin: filepath.Join(d.config.PinDir, fmt.Sprintf("inbound-%d", u.index))},
+	}
+}
+
+// attach puts the programs on each uplink: in place of those on a pinned link,
+// else by a link of their own. If one fails, those that it made are undone.
+func (d *Datapath) attach(uplinks []uplink) (err error) {
+	var made []*attachment
+	defer func() {
+		if err != nil {
+			for _, a := range made {
+				_ = os.Remove(a.pin)
+				_ = a.link.Close()
+			}
+		}
+	}()
+	for _, u := range uplinks {
+		for _, a := range u.attachments(d) {
+			if err := a.adopt(&d.objects, u.index); err != nil {
+				return fmt.Errorf("adopt the link pinned for %s: %w", u.name, err)
+			}
+			if a.link == nil {
+				if err := a.attach(u); err != nil {
+					return err
+				}
+				made = append(made, a)
+			}
+			u.links = append(u.links, a)
+		}
+		d.uplinks = append(d.uplinks, u)
+	}
+	// Only after every attachment is sure to stand do running programs change.
+	for _, u := range d.uplinks {
+		for _, a := range u.links {
+			if !a.behind && !slices.Contains(made, a) {
+				if err := a.link.Update(a.program); err != nil {
+					return fmt.Errorf("swap programs on %s: %w", u.name, err)
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// adopt opens the pinned link if there is one and its interface still exists.
+func (a *attachment) adopt(objects *agentObjects, index int) error {
+	l, err := link.LoadPinnedLink(a.pin, nil)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	info, err := l.Info()
+	if err != nil {
+		return errors.Join(err, l.Close())
+	}
+	var at uint32
+	if x := info.XDP(); x != nil {
+		at = x.Ifindex
+	} else if x := info.TCX(); x != nil {
+		at = x.Ifindex
+	}
+	if at != uint32(index) {
+		// The interface went, and another took its number.
+		return errors.Join(os.Remove(a.pin), l.Close())
+	}
+	a.link = l
+	a.behind, err = runsOtherMaps(info.Program, objects.Flows)
+	return err
+}
+
+// runsOtherMaps says whether a program reads flows of another layout; both
+// programs read flows.
+func runsOtherMaps(id ebpf.ProgramID, flows *ebpf.Map) (bool, error) {
+	program, err := ebpf.NewProgramFromID(id)
+	if err != nil {
+		return false, err
+	}
+	defer program.Close()
+	info, err := program.Info()
+	if err != nil {
+		return false, err
+	}
+	used, _ := info.MapIDs()
+	mine, err := flows.Info()
+	if err != nil {
+		return false, err
+	}
+	own, _ := mine.ID()
+	return !slices.Contains(used, own), nil
+}
+
+func (a *attachment) attach(u uplink) error {
+	var err error
+	if a.program.Type() == ebpf.XDP {
+		// Not generic XDP: it runs after GRO has joined encapsulated segments.
+		a.link, err = link.AttachXDP(link.XDPOptions{
+			Program: a.program, Interface: u.index, Flags: link.XDPDriverMode,
+		})
+	} else {
+		a.link, err = link.AttachTCX(link.TCXOptions{
+			Program: a.program, Interface: u.index, Attach: ebpf.AttachTCXEgress,
+		})
+	}
+	switch {
+	case errors.Is(err, unix.EBUSY), errors.Is(err, unix.EEXIST):
+		return fmt.Errorf("attach host agent to %s: another XDP program is attached; detach it first", u.name)
+	case errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, ebpf.ErrNotSupported):
+		return fmt.Errorf("attach host agent to %s: kernel or driver lacks support; valid: a driver with native XDP, Linux 6.6 or later for tcx", u.name)
+	case errors.Is(err, unix.EPERM):
+		return fmt.Errorf("attach host agent to %s: not permitted; valid: root, or CAP_BPF and CAP_NET_ADMIN", u.name)
+	case err != nil:
+		return fmt.Errorf("attach host agent to %s: %w", u.name, err)
+	}
+	if err := a.link.Pin(a.pin); err != nil {
+		return errors.Join(fmt.Errorf("pin link of %s: %w", u.name, err), a.link.Close())
+	}
+	return nil
+}
+
+// swap moves the links that run over another layout's maps to this one's, and
+// removes those maps.
+func (d *Datapath) swap() error {
+	for _, u := range d.uplinks {
+		for _, a := range u.links {
+			if !a.behind {
+				continue
+			}
+			if err := a.link.Update(a.program); err != nil {
+				return fmt.Errorf("swap programs on %s: %w", u.name, err)
+			}
+			a.behind = false
+		}
+	}
+	return d.removePrevious()
+}
+
+func (d *Datapath) removePrevious() error {
+	for _, dir := range d.previous {
+		if err := os.RemoveAll(dir); err != nil {
+			return fmt.Errorf("remove maps of another layout: %w", err)
+		}
+	}
+	d.previous = nil
+	return nil
+}
+
+// Close lets go of programs and maps and leaves them running.
+func (d *Datapath) Close() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var errs []error
+	for _, u := range d.uplinks {
+		for _, a := range u.links {
+			errs = append(errs, a.link.Close())
+		}
+	}
+	d.uplinks = nil
+	return errors.Join(append(errs, d.objects.Close())...)
+}
+
+// Detach takes the packet path off all interfaces and removes all that is
+// pinned: from then on this host answers for no VIP.
+func (d *Datapath) Detach() error {
+	if err := d.Close(); err != nil {
+		return err
+	}
+	entries, err := os.ReadDir(d.config.PinDir)
+	if err != nil {
+		return fmt.Errorf("read pin directory: %w", err)
+	}
+	// Links first: their names sort behind the maps'.
+	slices.Reverse(entries)
+	for _, e := range entries {
+		if err := os.RemoveAll(filepath.Join(d.config.PinDir, e.Name())); err != nil {
+			return fmt.Errorf("remove pinned %s: %w", e.Name(), err)
+		}
+	}
+	if err := os.Remove(d.config.PinDir); err != nil {
+		return fmt.Errorf("remove pin directory: %w", err)
+	}
+	return nil
+}
