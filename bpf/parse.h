@@ -69,6 +69,8 @@ struct packet {
 };
 
 struct cursor {
+	void *ctx;   /* struct xdp_md or struct __sk_buff */
+	int skb;     /* which of the two */
 	void *start; /* the frame's first byte */
 	void *pos;
 	void *end; /* behind the frame's last byte */
@@ -79,16 +81,23 @@ struct vlan_header {
 	__be16 proto;
 };
 
-struct ipv6_fragment_header {
-	__u8 next;
-	__u8 reserved;
-	__be16 offset; /* in bits 15..3 in units of 8 bytes; bit 0: more follow */
-	__be32 id;
-};
-
 INLINE struct cursor cursor_xdp(struct xdp_md *ctx)
 {
 	struct cursor c = {
+	    .ctx = ctx,
+	    .start = (void *)(long)ctx->data,
+	    .pos = (void *)(long)ctx->data,
+	    .end = (void *)(long)ctx->data_end,
+	};
+	return c;
+}
+
+/* The linear part of an skb; tc programs pull what they need into it first. */
+INLINE struct cursor cursor_skb(struct __sk_buff *ctx)
+{
+	struct cursor c = {
+	    .ctx = ctx,
+	    .skb = 1,
 	    .start = (void *)(long)ctx->data,
 	    .pos = (void *)(long)ctx->data,
 	    .end = (void *)(long)ctx->data_end,
@@ -165,72 +174,97 @@ INLINE enum parsed parse_ipv4(struct cursor *c, struct packet *p)
 	return PARSED_OK;
 }
 
-/* parse_ipv6 walks the extension headers to the upper layer's. An atomic
- * fragment (RFC 6946: offset 0, none follow) is a whole packet. ESP and "no
- * next header" end the walk as upper layers. */
+/* Where the walk over IPv6 extension headers stands. */
+struct ipv6_walk {
+	__u32 offset; /* bytes from the frame's start to the next header */
+	__u32 next;   /* its protocol number */
+	__u32 flags;  /* PACKET_FIRST_FRAGMENT, PACKET_LATER_FRAGMENT */
+	__be32 fragment_id;
+};
+
+/* Walks to the upper layer's header. A global function, because the verifier
+ * checks those once: inline, the loop's paths multiply with all that follows. */
+#define DEFINE_WALK_IPV6(name, context)                                                            \
+	__attribute__((noinline, weak)) int name(struct context *ctx, struct ipv6_walk *w)         \
+	{                                                                                          \
+		void *start = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;         \
+                                                                                                   \
+		if (!w)                                                                            \
+			return PARSED_INVALID;                                                     \
+		__u32 offset = w->offset, next = w->next;                                          \
+		for (int i = 0; i <= MAX_EXTENSION_HEADERS; i++) {                                 \
+			if (next != IPPROTO_HOPOPTS && next != IPPROTO_ROUTING &&                  \
+			    next != IPPROTO_DSTOPTS && next != IPPROTO_AH &&                       \
+			    next != IPPROTO_FRAGMENT) {                                            \
+				w->offset = offset;                                                \
+				w->next = next;                                                    \
+				return PARSED_OK;                                                  \
+			}                                                                          \
+			if (offset > 0x3fff)                                                       \
+				return PARSED_INVALID;                                             \
+			__u8 *h = start + offset;                                                  \
+			if ((void *)(h + 8) > end)                                                 \
+				return PARSED_TRUNCATED;                                           \
+			__u32 size = next == IPPROTO_AH ? (h[1] + 2) * 4 : (h[1] + 1) * 8;         \
+			if (next == IPPROTO_FRAGMENT) {                                            \
+				__u32 field = h[2] << 8 | h[3];                                    \
+				size = 8;                                                          \
+				if (field & 0xfff9)                                                \
+					w->fragment_id = *(__be32 *)(h + 4);                       \
+				if (field & 0xfff8) {                                              \
+					w->flags |= PACKET_LATER_FRAGMENT;                         \
+					w->offset = offset + size;                                 \
+					w->next = h[0];                                            \
+					return PARSED_OK;                                          \
+				}                                                                  \
+				if (field & 1)                                                     \
+					w->flags |= PACKET_FIRST_FRAGMENT;                         \
+			}                                                                          \
+			next = h[0];                                                               \
+			offset += size;                                                            \
+		}                                                                                  \
+		return PARSED_INVALID;                                                             \
+	}
+
+DEFINE_WALK_IPV6(walk_ipv6_xdp, xdp_md)
+DEFINE_WALK_IPV6(walk_ipv6_skb, __sk_buff)
+
+/* parse_ipv6 goes over extension headers to the upper layer's. An atomic
+ * fragment (RFC 6946: offset 0, none follow) is a whole packet. A later
+ * fragment's l4_proto is what its fragment header names. ESP and "no next
+ * header" end the walk as upper layers. */
 INLINE enum parsed parse_ipv6(struct cursor *c, struct packet *p)
 {
 	struct ipv6hdr *ip = c->pos;
 	if ((void *)(ip + 1) > c->end)
 		return PARSED_TRUNCATED;
-	__u32 length = sizeof(*ip) + bpf_ntohs(ip->payload_len);
 	if (ip->version != 6)
 		return PARSED_INVALID;
 
+	__u32 length = sizeof(*ip) + bpf_ntohs(ip->payload_len);
 	p->flags = PACKET_DF | PACKET_VERSION6;
 	__builtin_memcpy(p->src, &ip->saddr, sizeof(p->src));
 	__builtin_memcpy(p->dst, &ip->daddr, sizeof(p->dst));
 	p->l3_length = length;
 	p->ttl = ip->hop_limit;
 	p->tos = ip->priority << 4 | ip->flow_lbl[0] >> 4;
-	__u8 next = ip->nexthdr;
+	p->l4_proto = ip->nexthdr;
 	c->pos = ip + 1;
-
-	for (int i = 0; i < MAX_EXTENSION_HEADERS; i++) {
-		__u8 *extension = c->pos;
-		__u32 size;
-
-		if (next == IPPROTO_FRAGMENT) {
-			struct ipv6_fragment_header *fragment = c->pos;
-			if ((void *)(fragment + 1) > c->end)
-				return PARSED_TRUNCATED;
-			__u16 offset = bpf_ntohs(fragment->offset);
-			next = fragment->next;
-			c->pos = fragment + 1;
-			if (offset & 0xfff9) {
-				p->fragment_id = fragment->id;
-				if (offset & 0xfff8) {
-					p->flags |= PACKET_LATER_FRAGMENT;
-					break;
-				}
-				p->flags |= PACKET_FIRST_FRAGMENT;
-			}
-			continue;
-		}
-		if (next == IPPROTO_AH) {
-			if ((void *)(extension + 2) > c->end)
-				return PARSED_TRUNCATED;
-			size = (extension[1] + 2) * 4;
-		} else if (next == IPPROTO_HOPOPTS || next == IPPROTO_ROUTING ||
-			   next == IPPROTO_DSTOPTS) {
-			if ((void *)(extension + 2) > c->end)
-				return PARSED_TRUNCATED;
-			size = (extension[1] + 1) * 8;
-		} else {
-			break;
-		}
-		next = extension[0];
-		c->pos += size;
-		if (c->pos > c->end)
-			return PARSED_TRUNCATED;
-	}
-	if (next == IPPROTO_HOPOPTS || next == IPPROTO_ROUTING || next == IPPROTO_DSTOPTS ||
-	    (next == IPPROTO_FRAGMENT && !(p->flags & PACKET_LATER_FRAGMENT)))
-		return PARSED_INVALID;
-	p->l4_proto = next;
 	p->l4_offset = CURSOR_OFFSET(c);
-	if (p->l4_offset > p->l3_offset + length)
+	if (p->l4_proto == IPPROTO_TCP || p->l4_proto == IPPROTO_UDP)
+		return PARSED_OK;
+
+	struct ipv6_walk w = {.offset = p->l4_offset, .next = p->l4_proto};
+	int parsed = c->skb ? walk_ipv6_skb(c->ctx, &w) : walk_ipv6_xdp(c->ctx, &w);
+	if (parsed != PARSED_OK)
+		return parsed;
+	p->flags |= w.flags;
+	p->fragment_id = w.fragment_id;
+	p->l4_proto = w.next;
+	p->l4_offset = w.offset;
+	if (w.offset > (__u32)p->l3_offset + length)
 		return PARSED_TRUNCATED;
+	c->pos = c->start + (w.offset & 0x3fff);
 	return PARSED_OK;
 }
 
