@@ -44,6 +44,17 @@ func Decode(docs []*structpb.Struct) ([]Object, []*quartetv1.FieldViolation) {
 	return objects, limit(all)
 }
 
+// RefOf is the kind and name of the object that a document describes, if they
+// are well-formed. Violations name the object by it.
+func RefOf(doc *structpb.Struct) (Ref, bool) {
+	ref := Ref{doc.GetFields()["kind"].GetStringValue(), doc.GetFields()["name"].GetStringValue()}
+	if isFigure6(doc) {
+		name, ok := figure6Name(doc)
+		return Ref{KindVip, name}, ok
+	}
+	return ref, slices.Contains(Kinds, ref.Kind) && label.MatchString(ref.Name)
+}
+
 func limit(all []*quartetv1.FieldViolation) []*quartetv1.FieldViolation {
 	if len(all) <= MaxViolations {
 		return all
@@ -58,10 +69,8 @@ func decodeOne(doc *structpb.Struct, r *report) Object {
 	if isFigure6(doc) {
 		doc = fromFigure6(doc, r)
 		r.path = figure6Path
-	} else if name := doc.GetFields()["name"].GetStringValue(); label.MatchString(name) {
-		if kind := doc.GetFields()["kind"].GetStringValue(); slices.Contains(Kinds, kind) {
-			r.object = Ref{kind, name}.String()
-		}
+	} else if ref, ok := RefOf(doc); ok {
+		r.object = ref.String()
 	}
 	var o Object
 	switch kind, ok := doc.GetFields()["kind"].GetKind().(*structpb.Value_StringValue); {

@@ -33,10 +33,11 @@ var figure6Names = map[string]map[string]string{
 // checked as in any Vip. Its ports are strings or numbers, its lists may be a
 // single mapping, and the VIP gets the name vip-1-2-3-4.
 func fromFigure6(doc *structpb.Struct, r *report) *structpb.Struct {
-	name := "unnamed" // valid, so that only an address too wrong to give a name is reported
-	if a, err := netip.ParseAddr(doc.Fields["VIP"].GetStringValue()); err == nil {
-		name = "vip-" + strings.NewReplacer(".", "-", ":", "-").Replace(a.WithZone("").StringExpanded())
+	name, ok := figure6Name(doc)
+	if ok {
 		r.object = Ref{KindVip, name}.String()
+	} else {
+		name = "unnamed" // valid, so that only the address is reported
 	}
 	out := renamed("", "", doc, r)
 	vip := out.Fields["addresses"]
@@ -55,6 +56,14 @@ func fromFigure6(doc *structpb.Struct, r *report) *structpb.Struct {
 		snat.Values = slices.DeleteFunc(snat.Values, func(v *structpb.Value) bool { return v == nil })
 	}
 	return out
+}
+
+func figure6Name(doc *structpb.Struct) (string, bool) {
+	a, err := netip.ParseAddr(doc.GetFields()["VIP"].GetStringValue())
+	if err != nil {
+		return "", false
+	}
+	return "vip-" + strings.NewReplacer(".", "-", ":", "-").Replace(a.WithZone("").StringExpanded()), true
 }
 
 func renamed(in, path string, from *structpb.Struct, r *report) *structpb.Struct {
