@@ -49,10 +49,10 @@ static __always_inline void flowhash_word(struct flowhash_state *s, __u64 m)
 static __always_inline struct flowhash_state flowhash_start(const struct flow_seed *seed)
 {
 	struct flowhash_state s = {
-		.v0 = seed->k0 ^ 0x736f6d6570736575ULL,
-		.v1 = seed->k1 ^ 0x646f72616e646f6dULL,
-		.v2 = seed->k0 ^ 0x6c7967656e657261ULL,
-		.v3 = seed->k1 ^ 0x7465646279746573ULL,
+	    .v0 = seed->k0 ^ 0x736f6d6570736575ULL,
+	    .v1 = seed->k1 ^ 0x646f72616e646f6dULL,
+	    .v2 = seed->k0 ^ 0x6c7967656e657261ULL,
+	    .v3 = seed->k1 ^ 0x7465646279746573ULL,
 	};
 
 	return s;

@@ -18,7 +18,7 @@ import (
 	"github.com/quartet-lb/quartet/lb"
 )
 
-//go:generate go run github.com/cilium/ebpf/cmd/bpf2go -cc clang-19 -strip llvm-strip-19 -type hash_call -target bpfel -cflags "-O2 -g -Wall -Werror -I../bpf" vectors vectors.bpf.c
+//go:generate go run github.com/cilium/ebpf/cmd/bpf2go -cc clang-19 -strip llvm-strip-19 -type hash_call -target bpfel vectors vectors.bpf.c -- -O2 -g -Wall -Werror -mcpu=v3 -I../bpf
 
 var update = flag.Bool("update", false, "write testdata/vectors.txt")
 

@@ -1,11 +1,14 @@
-//go:build ignore
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+// clang-format off
+//go:build ignore
+// clang-format on
+
 /* Runs bpf/flowhash.h on the flow in its context, for the test vectors. */
 typedef unsigned char __u8;
 typedef unsigned short __be16;
 typedef unsigned int __be32;
 typedef unsigned long long __u64;
-#define SEC(name) __attribute__((section(name), used))
+#define SEC(name)	__attribute__((section(name), used))
 #define __always_inline inline __attribute__((always_inline))
 
 #include "flowhash.h"
