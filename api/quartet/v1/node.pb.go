@@ -561,9 +561,11 @@ type MuxEndpoint struct {
 	// can serve (packets then leave by the exit no_dip).
 	Buckets    []byte `protobuf:"bytes,8,opt,name=buckets,proto3" json:"buckets,omitempty"`
 	Generation uint64 `protobuf:"varint,9,opt,name=generation,proto3" json:"generation,omitempty"`
-	// Beside buckets, same length: previous DIP, 0xffff for none.
+	// Beside buckets, same length: previous DIP, 0xffff for none. Empty: no
+	// bucket has one.
 	Previous []byte `protobuf:"bytes,10,opt,name=previous,proto3" json:"previous,omitempty"`
 	// One uint64 a bucket, little-endian: the generation that last moved it.
+	// Empty where previous is.
 	BucketGenerations []byte `protobuf:"bytes,11,opt,name=bucket_generations,json=bucketGenerations,proto3" json:"bucket_generations,omitempty"`
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache

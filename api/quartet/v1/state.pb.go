@@ -147,13 +147,16 @@ func (x *EndpointState) GetDips() []*DipState {
 	return nil
 }
 
-// DipState is the last health that a host agent reported of a DIP.
+// DipState is the last health that a host agent reported of a DIP, dampened.
 type DipState struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Dip           string                 `protobuf:"bytes,1,opt,name=dip,proto3" json:"dip,omitempty"`
-	Healthy       bool                   `protobuf:"varint,2,opt,name=healthy,proto3" json:"healthy,omitempty"`
-	Reason        string                 `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"` // last failed check's error
-	Since         *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=since,proto3" json:"since,omitempty"`
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Dip     string                 `protobuf:"bytes,1,opt,name=dip,proto3" json:"dip,omitempty"`
+	Healthy bool                   `protobuf:"varint,2,opt,name=healthy,proto3" json:"healthy,omitempty"`
+	Reason  string                 `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"` // last failed check's error
+	Since   *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=since,proto3" json:"since,omitempty"`
+	// It flaps: healthy, but held out of rotation until it has been steady for a
+	// while (healthy is false).
+	Suppressed    bool `protobuf:"varint,5,opt,name=suppressed,proto3" json:"suppressed,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -214,6 +217,13 @@ func (x *DipState) GetSince() *timestamppb.Timestamp {
 		return x.Since
 	}
 	return nil
+}
+
+func (x *DipState) GetSuppressed() bool {
+	if x != nil {
+		return x.Suppressed
+	}
+	return false
 }
 
 // NodeState is a mux or a host agent that has been seen.
@@ -310,12 +320,15 @@ const file_quartet_v1_state_proto_rawDesc = "" +
 	"generation\x12\x16\n" +
 	"\x06table4\x18\x02 \x01(\fR\x06table4\x12\x16\n" +
 	"\x06table6\x18\x03 \x01(\fR\x06table6\x12(\n" +
-	"\x04dips\x18\x04 \x03(\v2\x14.quartet.v1.DipStateR\x04dips\"\x80\x01\n" +
+	"\x04dips\x18\x04 \x03(\v2\x14.quartet.v1.DipStateR\x04dips\"\xa0\x01\n" +
 	"\bDipState\x12\x10\n" +
 	"\x03dip\x18\x01 \x01(\tR\x03dip\x12\x18\n" +
 	"\ahealthy\x18\x02 \x01(\bR\ahealthy\x12\x16\n" +
 	"\x06reason\x18\x03 \x01(\tR\x06reason\x120\n" +
-	"\x05since\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\"\xa4\x01\n" +
+	"\x05since\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x12\x1e\n" +
+	"\n" +
+	"suppressed\x18\x05 \x01(\bR\n" +
+	"suppressed\"\xa4\x01\n" +
 	"\tNodeState\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04role\x18\x02 \x01(\tR\x04role\x12\x1c\n" +
