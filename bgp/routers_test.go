@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -26,7 +27,7 @@ import (
 //
 // The speakers are this test binary, run again inside the namespace.
 
-const password = "correct horse"
+const password = "correct-horse"
 
 func TestMain(m *testing.M) {
 	if os.Getenv("BGP_TEST_SPEAKER") != "" {
@@ -289,6 +290,7 @@ func (f *fabric) nextHops(prefix string) string {
 			hops = append(hops, n.Gateway)
 		}
 	}
+	slices.Sort(hops)
 	return strings.Join(hops, " ")
 }
 
@@ -365,7 +367,7 @@ func startFRR(f *fabric, o routerOptions) {
 		n := fmt.Sprintf(" neighbor 10.99.%d.2", m)
 		fmt.Fprintf(&b, "%s remote-as %d\n%s password %s\n%s timers %d %d\n%s timers connect 1\n", n, 65100+m, n, password, n, max(o.hold/3, 1), o.hold, n)
 		if o.bfd != "" {
-			fmt.Fprintf(&b, "%s bfd 3 %s %s\n", n, o.bfd, o.bfd)
+			fmt.Fprintf(&b, "%s bfd\n%s bfd profile quartet\n", n, n)
 		}
 	}
 	for _, v := range []string{"ipv4", "ipv6"} {
@@ -378,14 +380,20 @@ func startFRR(f *fabric, o routerOptions) {
 		}
 		fmt.Fprintln(&b, " exit-address-family")
 	}
-	path := filepath.Join(f.dir, "frr.conf")
-	if err := os.WriteFile(path, []byte(b.String()), 0o644); err != nil {
-		f.t.Fatal(err)
+	configs := map[string]string{"bgpd": b.String(), "zebra": ""}
+	if o.bfd != "" {
+		configs["bfdd"] = fmt.Sprintf("bfd\n profile quartet\n  detect-multiplier 3\n  receive-interval %s\n  transmit-interval %s\n", o.bfd, o.bfd)
 	}
+	for name, text := range configs {
+		if err := os.WriteFile(filepath.Join(f.dir, name+".conf"), []byte(text), 0o644); err != nil {
+			f.t.Fatal(err)
+		}
+	}
+	run(f.t, "chown", "frr:frr", f.dir)
 	zserv := f.dir + "/zserv.api"
 	common := func(name string) []string {
-		return []string{"/usr/lib/frr/" + name, "-u", "root", "-g", "root", "--vty_socket", f.dir, "-A", "127.0.0.1",
-			"-i", f.dir + "/" + name + ".pid", "-f", path, "-z", zserv, "--log", "stdout"}
+		return []string{"/usr/lib/frr/" + name, "--vty_socket", f.dir, "-A", "127.0.0.1",
+			"-i", f.dir + "/" + name + ".pid", "-f", f.dir + "/" + name + ".conf", "-z", zserv, "--log", "stdout"}
 	}
 	f.daemon("router", common("zebra")...)
 	f.within(20*time.Second, "zebra", func() string {
@@ -394,8 +402,9 @@ func startFRR(f *fabric, o routerOptions) {
 		}
 		return ""
 	})
-	bfdd := common("bfdd")
-	f.daemon("router", append(bfdd, "--bfdctl", f.dir+"/bfdd.sock")...)
+	if o.bfd != "" {
+		f.daemon("router", append(common("bfdd"), "--bfdctl", f.dir+"/bfdd.sock")...)
+	}
 	f.daemon("router", common("bgpd")...)
 }
 
@@ -585,8 +594,8 @@ func TestHoldTime(t *testing.T) {
 // direction, and the session comes back when the link does.
 func TestBFD(t *testing.T) {
 	eachRouter(t, func(t *testing.T, f *fabric, r router) {
-		bfd := BFD{Interval: 10 * time.Millisecond, Multiplier: 3}
-		interval := "10"
+		bfd := BFD{Interval: 50 * time.Millisecond, Multiplier: 3}
+		interval := "50"
 		r.start(f, routerOptions{hold: 240, bfd: interval})
 		m1 := f.speaker("m1", config(1, Peer{Password: password, HoldTime: 240 * time.Second, BFD: bfd}))
 		m2 := f.speaker("m2", config(2, Peer{Password: password, HoldTime: 240 * time.Second, BFD: bfd}))
