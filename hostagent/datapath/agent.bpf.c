@@ -314,16 +314,28 @@ struct inbound {
 	struct target target; /* port not 0 */
 };
 
-/* n bytes at offset in the frame, or NULL. n is a constant. */
-#define AT(ctx, offset, n)                                                                         \
-	({                                                                                         \
-		void *at_ = (void *)(long)(ctx)->data + (offset);                                  \
-		at_ + (n) > (void *)(long)(ctx)->data_end ? NULL : at_;                            \
-	})
+/* Offsets beyond this the verifier can't follow, and no header that we write is at. */
+#define MAX_OFFSET 0x3fff
+
+/* n bytes at offset in the frame, or NULL. */
+INLINE void *at(const struct xdp_md *ctx, __u32 offset, __u32 n)
+{
+	void *start = (void *)(long)ctx->data;
+	void *end = (void *)(long)ctx->data_end;
+
+	if (offset > MAX_OFFSET || start + offset + n > end)
+		return NULL;
+	return start + offset;
+}
+
+/* Functions that are neither static nor inline are what the verifier reads once, whatever leads to
+ * them; that keeps loading these programs in milliseconds. */
 
 /* A tunnel packet that we can't deliver is ours to drop only if it was sent to us. */
-static __noinline enum exit refuse(const struct packet *outer, enum exit why)
+__noinline int refuse(const struct packet *outer, enum exit why)
 {
+	if (!outer)
+		return why;
 	struct tunnel_key key = {.families = outer->flags & PACKET_VERSION6 ? TUNNEL6 : 0};
 	copy_address(key.address, outer->dst);
 	return bpf_map_lookup_elem(&tunnels, &key) ? why : EXIT_IN_NOT_OURS;
@@ -492,8 +504,10 @@ INLINE void touch(struct flow *f, __u32 now)
 }
 
 /* Chooses the packet's target and keeps its flow's state. Not inlined, for its stack. */
-static __noinline enum exit bind_flow(struct inbound *in, const struct rule *rule)
+__noinline int bind_flow(struct inbound *in, const struct rule *rule)
 {
+	if (!in || !rule)
+		return EXIT_IN_FAILED;
 	struct flow_key key = {
 	    .client_port = in->client_port,
 	    .protocol = in->protocol,
@@ -644,14 +658,14 @@ INLINE int write_inner_ip(struct xdp_md *ctx, const struct inbound *in, __u8 ecn
 	const struct packet *p = &in->inner;
 
 	if (p->flags & PACKET_VERSION6) {
-		struct ipv6hdr *ip = AT(ctx, p->l3_offset, sizeof(*ip));
+		struct ipv6hdr *ip = at(ctx, p->l3_offset, sizeof(*ip));
 		if (!ip)
 			return -1;
 		ip->flow_lbl[0] = (ip->flow_lbl[0] & 0xcf) | ecn << 4;
 		__builtin_memcpy(&ip->daddr, in->target.dip, 16);
 		return 0;
 	}
-	struct iphdr *ip = AT(ctx, p->l3_offset, sizeof(*ip));
+	struct iphdr *ip = at(ctx, p->l3_offset, sizeof(*ip));
 	if (!ip)
 		return -1;
 	__u8 tos = (ip->tos & 0xfc) | ecn;
@@ -670,14 +684,14 @@ INLINE int write_inner_l4(struct xdp_md *ctx, const struct inbound *in)
 	change = change16(change, in->vip_port, in->target.port);
 
 	if (p->l4_proto == IPPROTO_TCP) {
-		struct tcphdr *tcp = AT(ctx, p->l4_offset, sizeof(*tcp));
+		struct tcphdr *tcp = at(ctx, p->l4_offset, sizeof(*tcp));
 		if (!tcp)
 			return -1;
 		tcp->dest = in->target.port;
 		apply_change(&tcp->check, change);
 		return 0;
 	}
-	struct udphdr *udp = AT(ctx, p->l4_offset, sizeof(*udp));
+	struct udphdr *udp = at(ctx, p->l4_offset, sizeof(*udp));
 	if (!udp)
 		return -1;
 	udp->dest = in->target.port;
@@ -686,8 +700,10 @@ INLINE int write_inner_l4(struct xdp_md *ctx, const struct inbound *in)
 }
 
 /* Translates the reply that an ICMP error quotes to what the server sent. */
-INLINE int write_quote(struct xdp_md *ctx, const struct inbound *in)
+__noinline int write_quote(struct xdp_md *ctx, const struct inbound *in)
 {
+	if (!in)
+		return -1;
 	const __be32 *vip = in->inner.dst, *dip = in->target.dip;
 	int version6 = in->inner.flags & PACKET_VERSION6;
 	__u32 l4_change = change_address(0, vip, dip, version6);
@@ -695,14 +711,14 @@ INLINE int write_quote(struct xdp_md *ctx, const struct inbound *in)
 	__u32 change = l4_change;
 
 	if (version6) {
-		struct ipv6hdr *ip = AT(ctx, in->quoted_offset, sizeof(*ip));
+		struct ipv6hdr *ip = at(ctx, in->quoted_offset, sizeof(*ip));
 		if (!ip)
 			return -1;
 		__builtin_memcpy(&ip->saddr, dip, 16);
 		/* ICMPv6's pseudo-header has the error's own destination. */
 		change = change_address(change, vip, dip, 1);
 	} else {
-		struct iphdr *ip = AT(ctx, in->quoted_offset, sizeof(*ip));
+		struct iphdr *ip = at(ctx, in->quoted_offset, sizeof(*ip));
 		if (!ip)
 			return -1;
 		__sum16 before = ip->check;
@@ -711,7 +727,7 @@ INLINE int write_quote(struct xdp_md *ctx, const struct inbound *in)
 		change = change16(change, before, ip->check);
 	}
 
-	struct udphdr *l4 = AT(ctx, in->quoted_l4_offset, sizeof(*l4));
+	struct udphdr *l4 = at(ctx, in->quoted_l4_offset, sizeof(*l4));
 	if (!l4)
 		return -1;
 	l4->source = in->target.port;
@@ -720,7 +736,7 @@ INLINE int write_quote(struct xdp_md *ctx, const struct inbound *in)
 		apply_change_udp(&l4->check, l4_change);
 		change = change16(change, before, l4->check);
 	} else if (in->quoted_l4 >= 18) {
-		__sum16 *check = AT(ctx, in->quoted_l4_offset + 16, sizeof(*check));
+		__sum16 *check = at(ctx, in->quoted_l4_offset + 16, sizeof(*check));
 		if (!check)
 			return -1;
 		__sum16 before = *check;
@@ -728,7 +744,7 @@ INLINE int write_quote(struct xdp_md *ctx, const struct inbound *in)
 		change = change16(change, before, *check);
 	}
 
-	struct icmphdr *icmp = AT(ctx, in->inner.l4_offset, sizeof(*icmp));
+	struct icmphdr *icmp = at(ctx, in->inner.l4_offset, sizeof(*icmp));
 	if (!icmp)
 		return -1;
 	apply_change(&icmp->checksum, change);
@@ -741,14 +757,14 @@ INLINE int close_tunnel(struct xdp_md *ctx, const struct inbound *in)
 	__u8 macs[12];
 	__u32 tags[MAX_VLAN_TAGS] = {};
 	__u8 n = in->outer.vlan_tags;
-	__u8 *frame = AT(ctx, 0, sizeof(struct ethhdr) + 4 * MAX_VLAN_TAGS);
+	__u8 *frame = at(ctx, 0, sizeof(struct ethhdr) + 4 * MAX_VLAN_TAGS);
 	if (!frame)
 		return -1;
 	__builtin_memcpy(macs, frame, sizeof(macs));
 	__builtin_memcpy(tags, frame + sizeof(macs), sizeof(tags));
 	if (bpf_xdp_adjust_head(ctx, in->inner.l3_offset - in->outer.l3_offset))
 		return -1;
-	frame = AT(ctx, 0, sizeof(struct ethhdr) + 4 * MAX_VLAN_TAGS);
+	frame = at(ctx, 0, sizeof(struct ethhdr) + 4 * MAX_VLAN_TAGS);
 	if (!frame)
 		return -1;
 	__builtin_memcpy(frame, macs, sizeof(macs));
@@ -765,18 +781,26 @@ INLINE int close_tunnel(struct xdp_md *ctx, const struct inbound *in)
 	return 0;
 }
 
+/* Reads the packet to its inmost header that matters. */
+__noinline int read_in(struct xdp_md *ctx, struct inbound *in)
+{
+	if (!in)
+		return EXIT_IN_FAILED;
+	struct cursor c = cursor_xdp(ctx);
+
+	enum exit exit = open_tunnel(&c, &in->outer, &in->inner.l3_proto);
+	if (exit != EXIT_IN_DELIVERED)
+		return exit;
+	return parse_inner(&c, in, bpf_xdp_get_buff_len(ctx));
+}
+
 INLINE enum exit take_in(struct xdp_md *ctx)
 {
 	struct inbound in = {};
-	struct cursor c = cursor_xdp(ctx);
 
-	enum exit exit = open_tunnel(&c, &in.outer, &in.inner.l3_proto);
+	enum exit exit = read_in(ctx, &in);
 	if (exit == EXIT_IN_NOT_TUNNEL)
 		return exit;
-	if (exit != EXIT_IN_DELIVERED)
-		return refuse(&in.outer, exit);
-
-	exit = parse_inner(&c, &in, bpf_xdp_get_buff_len(ctx));
 	int ecn = combine_ecn(in.outer.tos, in.inner.tos);
 	if (exit == EXIT_IN_DELIVERED_FRAGMENT) {
 		if (refuse(&in.outer, exit) == EXIT_IN_NOT_OURS)
@@ -837,21 +861,12 @@ struct outbound {
 	__u16 overhead;
 };
 
-INLINE struct cursor cursor_skb(struct __sk_buff *skb)
-{
-	struct cursor c = {
-	    .start = (void *)(long)skb->data,
-	    .pos = (void *)(long)skb->data,
-	    .end = (void *)(long)skb->data_end,
-	};
-	return c;
-}
-
 /* Reads an outgoing packet, and what it quotes if it is an ICMP error. PARSED_TRUNCATED may mean
  * that the headers are not in the linear part. */
-static __noinline enum parsed parse_out(struct __sk_buff *skb, struct packet *p,
-					struct packet *quoted)
+__noinline int parse_out(struct __sk_buff *skb, struct packet *p, struct packet *quoted)
 {
+	if (!p || !quoted)
+		return PARSED_INVALID;
 	struct cursor c = cursor_skb(skb);
 
 	enum parsed parsed = parse_ethernet(&c, p);
@@ -951,8 +966,10 @@ INLINE long write_reply(struct __sk_buff *skb, struct outbound *out)
 
 /* Lowers the MSS that a server announces to what fits into the tunnel. Not inlined, for its stack.
  */
-static __noinline long clamp_mss(struct __sk_buff *skb, const struct outbound *out)
+__noinline int clamp_mss(struct __sk_buff *skb, const struct outbound *out)
 {
+	if (!out)
+		return -1;
 	const struct packet *p = &out->p;
 	__u8 options[TCP_OPTIONS] = {};
 	__u8 offset_byte;
@@ -1012,8 +1029,10 @@ static __noinline long clamp_mss(struct __sk_buff *skb, const struct outbound *o
 
 /* Translates the client's packet that an ICMP error quotes to what the client sent, and the error's
  * own source to the VIP. The quote's checksums change with it, and ICMP's with all of them. */
-static __noinline long write_icmp_error(struct __sk_buff *skb, struct outbound *out)
+__noinline int write_icmp_error(struct __sk_buff *skb, struct outbound *out)
 {
+	if (!out)
+		return -1;
 	struct packet *p = &out->p, *quoted = &out->quoted;
 	int version6 = p->flags & PACKET_VERSION6;
 	__u32 icmp_check = p->l4_offset + offsetof(struct icmphdr, checksum);
