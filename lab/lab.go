@@ -22,6 +22,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/quartet-lb/quartet/api/quartet/v1/quartetv1connect"
 	"github.com/quartet-lb/quartet/lab/fabric"
 	"github.com/quartet-lb/quartet/lab/xdppass"
 )
@@ -117,6 +118,7 @@ type Lab struct {
 	Options
 	Topology *Topology
 	nodes    map[string]*fabric.Node
+	api      quartetv1connect.OperatorServiceClient
 	// lock is held by whoever builds the lab up or takes it down.
 	lock *os.File
 }

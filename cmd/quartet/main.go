@@ -56,6 +56,7 @@ func (c *cli) commands() []*cobra.Command {
 		traceCommand(c),
 		versionCommand(c),
 		certsCommand(c),
+		labCommand(c),
 	}
 }
 
@@ -119,13 +120,17 @@ func isUsage(err error) bool {
 	return errors.As(err, &u) || isUnknownCommand(err)
 }
 
-// args makes cobra's complaint about arguments a usage error.
+// args makes cobra's complaint about arguments one that shows what is wanted.
 func args(check cobra.PositionalArgs) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, a []string) error {
-		if err := check(cmd, a); err != nil {
-			return usageError{err}
+		if check(cmd, a) == nil {
+			return nil
 		}
-		return nil
+		got := "no arguments"
+		if len(a) > 0 {
+			got = fmt.Sprintf("arguments %q", a)
+		}
+		return usageError{fmt.Errorf("%s: want %s", got, cmd.UseLine())}
 	}
 }
 

@@ -382,21 +382,32 @@ func (n *Node) Nft(script string) error {
 	return nil
 }
 
-// nftSilence drops what arrives and what the node sends itself before anything
-// else sees it, so that the node is dead to the others although its links are up.
-const nftSilence = `table inet lab_silence {
-  chain in { type filter hook prerouting priority -500; policy drop; iif lo accept; }
-  chain out { type filter hook output priority -500; policy drop; oif lo accept; }
-}`
-
-// Silence makes the node fall silent: links stay up, nothing comes out.
-// XDP programs run before it and must be stopped by other means.
-func (n *Node) Silence() error { return n.Nft(nftSilence) }
-
-// Unsilence undoes Silence, and is no error without it.
-func (n *Node) Unsilence() error {
-	return n.Nft("table inet lab_silence {}\ndelete table inet lab_silence")
+// Mute drops everything that an interface takes or gives, without a change of
+// its carrier: to the other side this node is silently dead, and it to this one.
+// The other side's XDP programs see nothing either.
+func (n *Node) Mute(name string) error {
+	return n.Nft(fmt.Sprintf(`table inet lab_mute_%[1]s {
+  chain in { type filter hook prerouting priority -500; iifname "%[2]s" drop; }
+  chain out { type filter hook postrouting priority -500; oifname "%[2]s" drop; }
+}`, strings.ReplaceAll(name, "-", "_"), name))
 }
+
+// Unmute undoes Mute, and is no error without it.
+func (n *Node) Unmute(name string) error {
+	table := "inet lab_mute_" + strings.ReplaceAll(name, "-", "_")
+	return n.Nft("table " + table + " {}\ndelete table " + table)
+}
+
+// IgnoreMSS makes the node take every TCP peer's maximum segment size for the
+// given one, whatever its SYN or SYN-ACK says.
+func (n *Node) IgnoreMSS(size int) error {
+	return n.Nft(fmt.Sprintf(`table inet lab_mss {
+  chain in { type filter hook prerouting priority -500; tcp flags syn tcp option maxseg size set %d; }
+}`, size))
+}
+
+// HeedMSS undoes IgnoreMSS, and is no error without it.
+func (n *Node) HeedMSS() error { return n.Nft("table inet lab_mss {}\ndelete table inet lab_mss") }
 
 func ipNet(p netip.Prefix, masked bool) *net.IPNet {
 	if masked {
