@@ -14,7 +14,7 @@ import (
 )
 
 // defaultCertsDir is where daemons look for certificates.
-const defaultCertsDir = "/etc/quartet/certs"
+const defaultCertsDir = "/etc/quartet"
 
 func certsCommand(c *cli) *cobra.Command {
 	var dir string
@@ -79,7 +79,7 @@ runs under. Running processes pick a renewed certificate up by themselves.`,
 				}
 			}
 			t := &table{}
-			t.add("FILE", "ROLE", "NAME", "VALID UNTIL", "LEFT", "HOSTS", "SHA-256")
+			t.add("ROLE", "NAME", "VALID UNTIL", "LEFT", "HOSTS", "SHA-256", "FILE")
 			for _, file := range files {
 				cert, err := certs.Read(file)
 				if err != nil {
@@ -100,7 +100,7 @@ runs under. Running processes pick a renewed certificate up by themselves.`,
 					left = fmt.Sprintf("%d days", int(d.Hours()/24))
 				}
 				sum := sha256.Sum256(cert.Raw)
-				t.add(file, role, name, cert.NotAfter.UTC().Format(time.RFC3339), left, strings.Join(names, ","), hex.EncodeToString(sum[:8]))
+				t.add(role, name, cert.NotAfter.UTC().Format(time.RFC3339), left, strings.Join(names, ","), hex.EncodeToString(sum[:8]), file)
 			}
 			return t.print(c.out)
 		},

@@ -13,6 +13,7 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"syscall"
 
@@ -27,7 +28,7 @@ import (
 )
 
 // DefaultManager is where a manager on this machine listens.
-const DefaultManager = "https://127.0.0.1:7400"
+const DefaultManager = "https://127.0.0.1:7470"
 
 // connection says how to reach the manager.
 type connection struct {
@@ -160,8 +161,6 @@ func (c *connection) explain(ctx context.Context, err error) error {
 			return invalid("%s", connectErr.Message())
 		case connect.CodeUnauthenticated, connect.CodePermissionDenied:
 			return unreachable("%s: check --cert, which must be an operator's", connectErr.Message())
-		case connect.CodeUnavailable:
-			return unreachable("%s", connectErr.Message())
 		}
 		return fmt.Errorf("manager %s: %s", c.manager, connectErr.Message())
 	}
@@ -185,14 +184,18 @@ func (c *connection) explain(ctx context.Context, err error) error {
 	case errors.As(err, &record), strings.Contains(err.Error(), "server gave HTTP response to HTTPS client"):
 		return unreachable("it does not speak TLS: check the scheme and port of --manager")
 	}
-	var text string
-	if errors.As(err, &connectErr) {
+	text := err.Error()
+	if connectErr != nil {
 		text = connectErr.Message()
-	} else {
-		text = err.Error()
+	}
+	if httpStatus.MatchString(text) {
+		return unreachable("something else answers there (%s): check the scheme and port of --manager", text)
 	}
 	return unreachable("%s", strings.ReplaceAll(text, "\n", " "))
 }
+
+// httpStatus is what connect says of an answer that is not of its protocol.
+var httpStatus = regexp.MustCompile(`^[1-5][0-9][0-9] [A-Z][A-Za-z ]*$`)
 
 func afterLast(s, sep string) string {
 	if i := strings.LastIndex(s, sep); i >= 0 {

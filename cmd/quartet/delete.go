@@ -2,7 +2,6 @@ package main
 
 import (
 	"errors"
-	"fmt"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -15,8 +14,10 @@ func deleteCommand(c *cli) *cobra.Command {
 	var wait time.Duration
 	var format output
 	cmd := &cobra.Command{
-		Use:   "delete (-f FILE | vip|pool NAME...)",
+		Use:   "delete (-f FILE | KIND NAME...)",
 		Short: "Delete objects, all of them or none",
+		Long: `Delete objects, all of them or none: vips and pools, and muxes and hosts that
+are gone, which the manager then forgets.`,
 		Example: `  quartet delete vip web
   quartet delete -f site/`,
 		ValidArgsFunction: c.completeDesired,
@@ -44,8 +45,8 @@ func deleteCommand(c *cli) *cobra.Command {
 				if err != nil {
 					return err
 				}
-				if k.plural != "vips" && k.plural != "pools" {
-					return usageError{fmt.Errorf("%s are observed, not desired: vip or pool", k.plural)}
+				if k.plural == "dips" {
+					return usageError{errors.New("a DIP leaves by applying its Vip without it, or for a while by 'quartet drain dip'")}
 				}
 				for _, name := range a[1:] {
 					request.Objects = append(request.Objects, &quartetv1.ObjectRef{Kind: k.api, Name: name})
@@ -75,7 +76,7 @@ func deleteCommand(c *cli) *cobra.Command {
 
 func (c *cli) completeDesired(cmd *cobra.Command, a []string, _ string) ([]string, cobra.ShellCompDirective) {
 	if len(a) == 0 {
-		return []string{"vip", "pool"}, cobra.ShellCompDirectiveNoFileComp
+		return []string{"vip", "pool", "mux", "host"}, cobra.ShellCompDirectiveNoFileComp
 	}
 	return c.completeNames(cmd, a, "")
 }

@@ -28,6 +28,7 @@ type document struct {
 // those of directories within) and, for "-", standard input.
 func (c *cli) readDocuments(names []string) ([]document, error) {
 	var all []document
+	seen := map[object.Ref]string{} // file by object
 	for _, name := range names {
 		files := []string{name}
 		if name != "-" {
@@ -49,13 +50,20 @@ func (c *cli) readDocuments(names []string) ([]document, error) {
 				return nil, invalid("%s: %s", file, err)
 			}
 			for i, doc := range docs {
-				ref, _ := object.RefOf(doc)
-				all = append(all, document{file, i + 1, ref, doc})
+				d := document{file: file, number: i + 1, doc: doc}
+				if ref, ok := object.RefOf(doc); ok {
+					d.ref = ref
+					if first, twice := seen[ref]; twice {
+						return nil, invalid("%s: %s is in %s already: each object once", file, ref, first)
+					}
+					seen[ref] = file
+				}
+				all = append(all, d)
 			}
 		}
 	}
 	if len(all) == 0 {
-		return nil, invalid("%s: no object in it", strings.Join(names, ", "))
+		return nil, invalid("no object in %s", strings.Join(names, ", "))
 	}
 	return all, nil
 }

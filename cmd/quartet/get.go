@@ -105,9 +105,6 @@ func list(ctx context.Context, client quartetv1connect.OperatorServiceClient, wh
 			if err != nil {
 				return nil, err
 			}
-			if name != "" && len(r.GetVips())+len(r.GetPools())+len(r.GetNodes())+len(r.GetDips()) == 0 {
-				return nil, invalid("there is no %s %s: see 'quartet get %s'", k.singular, name, k.plural)
-			}
 			merged.Vips = append(merged.Vips, r.GetVips()...)
 			merged.Pools = append(merged.Pools, r.GetPools()...)
 			merged.Nodes = append(merged.Nodes, r.GetNodes()...)

@@ -49,12 +49,12 @@ func Read(text []byte) ([]*structpb.Struct, error) {
 			for i, v := range k.ListValue.GetValues() {
 				s := v.GetStructValue()
 				if s == nil {
-					return nil, fmt.Errorf("line %d: element %d of the list %s", node.Line, i, wrongType(v, "an object"))
+					return nil, fmt.Errorf("line %d: element %d of the list is not an object", node.Line, i)
 				}
 				docs = append(docs, s)
 			}
-		default:
-			return nil, fmt.Errorf("line %d: the document %s", node.Line, wrongType(value, "an object"))
+		default: // not quoted: it may be a key given by mistake
+			return nil, fmt.Errorf("line %d: the document is not an object: fields and their values, such as kind: Vip", node.Line)
 		}
 	}
 }
