@@ -1,5 +1,8 @@
-// go:build ignore
-//  SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+// clang-format off
+//go:build ignore
+
+// clang-format on
 /* The mux: takes a packet for a VIP to one of the DIPs behind it.
  *
  * One struct packet is carried through the stages parse, find endpoint, choose
@@ -600,7 +603,7 @@ INLINE enum exit choose_dip(struct run *run, const struct packet *flow, __u32 en
 	if (!choice->dip)
 		return EXIT_NO_DIP;
 	if (table && !quoted && !explain && insert_flow(run, hash, choice->id))
-		choice->new_flow = 1;
+		choice->new_flow |= flow->l4_proto == IPPROTO_UDP;
 	return EXIT_TX;
 }
 

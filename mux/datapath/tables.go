@@ -1,0 +1,588 @@
+package datapath
+
+import (
+	"errors"
+	"fmt"
+	"math/bits"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/quartet-lb/quartet/flowhash"
+	"github.com/quartet-lb/quartet/lb"
+)
+
+// VIP is one address that the mux serves.
+type VIP struct {
+	Addr   netip.Addr
+	Name   string // of the object, for counters and trace
+	Tenant string
+}
+
+// Endpoint is what answers at one (VIP, protocol, port).
+type Endpoint struct {
+	lb.Endpoint
+	VIPName     string
+	Name        string
+	Tenant      string
+	Consistency lb.Consistency
+	// DIPs are all whose flows are to be kept, also those that no bucket
+	// names (draining). A DIP's identity is all of it, tunnel included:
+	// a DIP whose tunnel changes counts as another.
+	DIPs []lb.DIP
+	// Buckets has 2^k indices into DIPs, k 0..16. Empty: no DIP can serve.
+	Buckets    []uint16
+	Generation uint64 // of the configuration, for trace
+}
+
+// Tables is everything a mux serves.
+type Tables struct {
+	Seed      flowhash.Seed
+	VIPs      []VIP
+	Endpoints []Endpoint
+}
+
+// Delta changes tables. Deleting what is not there is no error. A VIP may be
+// deleted only with or after its endpoints.
+type Delta struct {
+	PutVIPs         []VIP
+	DeleteVIPs      []netip.Addr
+	PutEndpoints    []Endpoint
+	DeleteEndpoints []lb.Endpoint
+}
+
+// vip and endpoint are what the kernel runs, as the loader knows it.
+type vip struct {
+	VIP
+	id        uint32
+	endpoints int
+	any       [2]int // endpoints with any port, TCP and UDP
+}
+
+type endpoint struct {
+	Endpoint
+	id    uint32
+	dips  map[lb.DIP]uint32 // ids
+	table block             // zero size: none
+	known bool              // Endpoint is complete, not recovered from the kernel
+}
+
+// MaxBuckets is the size of the largest bucket table.
+const MaxBuckets = 65536
+
+// Replace makes the mux serve exactly t. Flows of endpoints and DIPs that stay
+// keep their connection entries and counters. On error nothing has changed.
+func (d *Datapath) Replace(t Tables) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+
+	var delta Delta
+	vips := make(map[netip.Addr]bool, len(t.VIPs))
+	for i, v := range t.VIPs {
+		if vips[v.Addr] {
+			return fmt.Errorf("vips[%d]: %s is there twice", i, v.Addr)
+		}
+		vips[v.Addr] = true
+		if had := d.vips[v.Addr]; had == nil || had.VIP != v {
+			delta.PutVIPs = append(delta.PutVIPs, v)
+		}
+	}
+	for addr := range d.vips {
+		if !vips[addr] {
+			delta.DeleteVIPs = append(delta.DeleteVIPs, addr)
+		}
+	}
+	endpoints := make(map[lb.Endpoint]bool, len(t.Endpoints))
+	for i, e := range t.Endpoints {
+		if endpoints[e.Endpoint] {
+			return fmt.Errorf("endpoints[%d]: %s is there twice", i, e.Endpoint)
+		}
+		endpoints[e.Endpoint] = true
+		if had := d.endpoints[e.Endpoint]; had == nil || !had.same(&e) {
+			delta.PutEndpoints = append(delta.PutEndpoints, e)
+		}
+	}
+	for key := range d.endpoints {
+		if !endpoints[key] {
+			delta.DeleteEndpoints = append(delta.DeleteEndpoints, key)
+		}
+	}
+	if err := d.apply(delta); err != nil {
+		return err
+	}
+	d.setSeed(t.Seed)
+	return d.attachPending()
+}
+
+// Apply changes what the mux serves at a cost that grows with the change only.
+// On error nothing has changed.
+func (d *Datapath) Apply(delta Delta) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.apply(delta)
+}
+
+// Endpoints lists what the mux serves.
+func (d *Datapath) Endpoints() []Endpoint {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	out := make([]Endpoint, 0, len(d.endpoints))
+	for _, e := range d.endpoints {
+		out = append(out, e.Endpoint)
+	}
+	slices.SortFunc(out, func(a, b Endpoint) int { return strings.Compare(a.String(), b.String()) })
+	return out
+}
+
+func (e *endpoint) same(o *Endpoint) bool {
+	return e.known && e.VIPName == o.VIPName && e.Name == o.Name && e.Tenant == o.Tenant &&
+		e.Consistency == o.Consistency && e.Generation == o.Generation &&
+		slices.Equal(e.DIPs, o.DIPs) && slices.Equal(e.Buckets, o.Buckets)
+}
+
+// validate checks everything about delta that the kernel doesn't.
+func (d *Datapath) validate(delta *Delta) error {
+	vips := map[netip.Addr]bool{}
+	for i, v := range delta.PutVIPs {
+		if !v.Addr.IsValid() || v.Addr.Is4In6() || v.Addr.Zone() != "" || v.Addr.IsUnspecified() || v.Addr.IsMulticast() {
+			return fmt.Errorf("vips[%d].address: %q is not a unicast IPv4 or IPv6 address", i, v.Addr)
+		}
+		if vips[v.Addr] {
+			return fmt.Errorf("vips[%d].address: %s is there twice", i, v.Addr)
+		}
+		vips[v.Addr] = true
+	}
+	gone := map[lb.Endpoint]bool{}
+	for _, key := range delta.DeleteEndpoints {
+		gone[key] = true
+	}
+	left := map[netip.Addr]int{}
+	for _, addr := range delta.DeleteVIPs {
+		if vips[addr] {
+			return fmt.Errorf("vip %s is both put and deleted", addr)
+		}
+		if v := d.vips[addr]; v != nil {
+			left[addr] = v.endpoints
+		}
+	}
+	for key := range gone {
+		if _, ok := left[key.VIP]; ok && d.endpoints[key] != nil {
+			left[key.VIP]--
+		}
+	}
+	for addr, n := range left {
+		if n > 0 {
+			return fmt.Errorf("delete vip %s: %d endpoints are left", addr, n)
+		}
+	}
+	puts := map[lb.Endpoint]bool{}
+	for i := range delta.PutEndpoints {
+		e := &delta.PutEndpoints[i]
+		at := fmt.Sprintf("endpoints[%d] (%s)", i, e.Endpoint)
+		if e.Protocol != lb.TCP && e.Protocol != lb.UDP {
+			return fmt.Errorf("%s.protocol: %s; TCP or UDP", at, e.Protocol)
+		}
+		if _, leaving := left[e.VIP]; leaving || !vips[e.VIP] && d.vips[e.VIP] == nil {
+			return fmt.Errorf("%s.vip: %s is not a VIP of this mux", at, e.VIP)
+		}
+		if puts[e.Endpoint] || gone[e.Endpoint] {
+			return fmt.Errorf("%s is there twice", at)
+		}
+		puts[e.Endpoint] = true
+		if err := d.validateDIPs(e, at); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (d *Datapath) validateDIPs(e *Endpoint, at string) error {
+	if n := len(e.Buckets); n&(n-1) != 0 || n > MaxBuckets {
+		return fmt.Errorf("%s.buckets: %d of them; none or a power of two up to %d", at, n, MaxBuckets)
+	}
+	for i, b := range e.Buckets {
+		if int(b) >= len(e.DIPs) {
+			return fmt.Errorf("%s.buckets[%d]: index %d; there are %d DIPs", at, i, b, len(e.DIPs))
+		}
+	}
+	seen := make(map[lb.DIP]bool, len(e.DIPs))
+	for i, dip := range e.DIPs {
+		at := fmt.Sprintf("%s.dips[%d]", at, i)
+		if seen[dip] {
+			return fmt.Errorf("%s: %s is there twice", at, dip)
+		}
+		seen[dip] = true
+		if !dip.Addr.IsValid() || dip.Addr.Is4() != e.VIP.Is4() {
+			return fmt.Errorf("%s.address: %q is not of the VIP's family", at, dip.Addr)
+		}
+		if dip.Tunnel.Encap != lb.EncapIPIP && dip.Tunnel.Encap != lb.EncapGUE {
+			return fmt.Errorf("%s.encapsulation: %s; ipip or gue", at, dip.Tunnel.Encap)
+		}
+		dst := dip.Tunnel.Dst
+		if !dst.IsValid() || dst.Is4In6() || dst.IsUnspecified() || dst.IsMulticast() {
+			return fmt.Errorf("%s.tunnel: %q is not a unicast IPv4 or IPv6 address", at, dst)
+		}
+		if dst.Is4() && !d.config.Source4.IsValid() || dst.Is6() && !d.config.Source6.IsValid() {
+			return fmt.Errorf("%s.tunnel: %s is of a family that the mux has no source address in", at, dst)
+		}
+		if _, is := d.vips[dst]; is {
+			return fmt.Errorf("%s.tunnel: %s is a VIP: packets would come back", at, dst)
+		}
+	}
+	return nil
+}
+
+// change is one delta on its way into the kernel. Each step that can fail
+// leaves its undoing in undo; what can't fail, the stores that make the change
+// visible, comes last.
+type change struct {
+	d    *Datapath
+	undo []func()
+}
+
+func (c *change) rollback() {
+	for _, f := range slices.Backward(c.undo) {
+		f()
+	}
+}
+
+// try runs one step that can fail.
+func (c *change) try(what string, do func() error, undo func()) error {
+	if c.d.injectFailure != nil {
+		if err := c.d.injectFailure(what); err != nil {
+			return fmt.Errorf("%s: %w", what, err)
+		}
+	}
+	if err := do(); err != nil {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	c.undo = append(c.undo, undo)
+	return nil
+}
+
+// staged is an endpoint as it will be.
+type staged struct {
+	e    *endpoint
+	had  *endpoint
+	word uint64
+}
+
+func (d *Datapath) apply(delta Delta) error {
+	if d.closed {
+		return errors.New("the datapath is closed")
+	}
+	if err := d.validate(&delta); err != nil {
+		return err
+	}
+	c := &change{d: d}
+	if err := d.stageAndSwap(c, &delta); err != nil {
+		c.rollback()
+		return err
+	}
+	return nil
+}
+
+func (d *Datapath) stageAndSwap(c *change, delta *Delta) error {
+	// VIPs as they will be, with the endpoints counted.
+	vips := map[netip.Addr]*vip{}
+	edit := func(addr netip.Addr) *vip {
+		if v := vips[addr]; v != nil {
+			return v
+		}
+		v := &vip{}
+		if had := d.vips[addr]; had != nil {
+			*v = *had
+		}
+		vips[addr] = v
+		return v
+	}
+	for _, put := range delta.PutVIPs {
+		edit(put.Addr).VIP = put
+	}
+	for _, key := range delta.DeleteEndpoints {
+		if d.endpoints[key] != nil {
+			edit(key.VIP).count(key, -1)
+		}
+	}
+	for i := range delta.PutEndpoints {
+		if key := delta.PutEndpoints[i].Endpoint; d.endpoints[key] == nil {
+			edit(key.VIP).count(key, +1)
+		}
+	}
+	for _, v := range vips {
+		if v.id == 0 {
+			id, err := d.vipIDs.take(d)
+			if err != nil {
+				return fmt.Errorf("put vip %s: %w", v.Addr, err)
+			}
+			v.id = id
+			c.undo = append(c.undo, func() { d.vipIDs.giveBack(id) })
+		}
+	}
+
+	// DIP records and bucket tables, beside those in use.
+	puts := make([]staged, 0, len(delta.PutEndpoints))
+	for i := range delta.PutEndpoints {
+		in := &delta.PutEndpoints[i]
+		vipID := uint32(0)
+		if v := vips[in.VIP]; v != nil {
+			vipID = v.id
+		} else {
+			vipID = d.vips[in.VIP].id
+		}
+		s, err := d.stage(c, in, vipID)
+		if err != nil {
+			return fmt.Errorf("put endpoint %s: %w", in.Endpoint, err)
+		}
+		puts = append(puts, s)
+	}
+
+	// Keys. An endpoint's record is complete before its key leads there.
+	for _, s := range puts {
+		if s.had != nil {
+			continue
+		}
+		key := d.endpointKey(s.e.Endpoint.Endpoint, vips)
+		d.endpointRecords[s.e.id] = muxEndpoint{Word: s.word, Key: key}
+		if err := c.try(fmt.Sprintf("put endpoint %s", s.e.Endpoint.Endpoint),
+			func() error { return d.maps.EndpointIds.Put(key, s.e.id) },
+			func() { _ = d.maps.EndpointIds.Delete(key) }); err != nil {
+			return err
+		}
+	}
+	for addr, v := range vips {
+		had := d.vips[addr]
+		if had != nil && had.record() == v.record() {
+			continue
+		}
+		undo := func() { _ = d.deleteVIP(addr) }
+		if had != nil {
+			undo = func() { _ = d.putVIP(had) }
+		}
+		if err := c.try(fmt.Sprintf("put vip %s", addr), func() error { return d.putVIP(v) }, undo); err != nil {
+			return err
+		}
+	}
+	for _, key := range delta.DeleteEndpoints {
+		e := d.endpoints[key]
+		if e == nil {
+			continue
+		}
+		k := d.endpointRecords[e.id].Key
+		if err := c.try(fmt.Sprintf("delete endpoint %s", key),
+			func() error { return d.maps.EndpointIds.Delete(k) },
+			func() { _ = d.maps.EndpointIds.Put(k, e.id) }); err != nil {
+			return err
+		}
+	}
+	for _, addr := range delta.DeleteVIPs {
+		v := d.vips[addr]
+		if v == nil {
+			continue
+		}
+		if err := c.try(fmt.Sprintf("delete vip %s", addr),
+			func() error { return d.deleteVIP(addr) },
+			func() { _ = d.putVIP(v) }); err != nil {
+			return err
+		}
+	}
+
+	// From here on nothing fails.
+	for _, s := range puts {
+		if s.had != nil {
+			storeUint64(&d.endpointRecords[s.e.id].Word, s.word)
+			d.buckets.release(s.had.table)
+			for dip, id := range s.had.dips {
+				if _, stays := s.e.dips[dip]; !stays {
+					d.killDIP(id)
+				}
+			}
+		}
+		d.endpoints[s.e.Endpoint.Endpoint] = s.e
+	}
+	for _, key := range delta.DeleteEndpoints {
+		e := d.endpoints[key]
+		if e == nil {
+			continue
+		}
+		storeUint64(&d.endpointRecords[e.id].Word, wordOf(block{}, 0, lb.ConsistencyHash))
+		for _, id := range e.dips {
+			d.killDIP(id)
+		}
+		d.buckets.release(e.table)
+		d.endpointIDs.retire(e.id)
+		delete(d.endpoints, key)
+	}
+	for addr, v := range vips {
+		d.vips[addr] = v
+	}
+	for _, addr := range delta.DeleteVIPs {
+		if v := d.vips[addr]; v != nil {
+			d.vipIDs.retire(v.id)
+			delete(d.vips, addr)
+		}
+	}
+	return nil
+}
+
+// stage writes an endpoint's missing DIP records and its bucket table where no
+// packet looks yet.
+func (d *Datapath) stage(c *change, in *Endpoint, vipID uint32) (staged, error) {
+	s := staged{had: d.endpoints[in.Endpoint]}
+	s.e = &endpoint{Endpoint: *in, dips: make(map[lb.DIP]uint32, len(in.DIPs)), known: true}
+	s.e.DIPs = slices.Clone(in.DIPs)
+	s.e.Buckets = slices.Clone(in.Buckets)
+	if s.had != nil {
+		s.e.id = s.had.id
+	} else {
+		id, err := d.endpointIDs.take(d)
+		if err != nil {
+			return s, err
+		}
+		s.e.id = id
+		c.undo = append(c.undo, func() { d.endpointIDs.giveBack(id) })
+	}
+
+	ids := make([]uint32, len(in.DIPs))
+	for i, dip := range in.DIPs {
+		if s.had != nil {
+			ids[i] = s.had.dips[dip]
+		}
+		if ids[i] == 0 {
+			id, err := d.dipIDs.take(d)
+			if err != nil {
+				return s, err
+			}
+			ids[i] = id
+			c.undo = append(c.undo, func() { d.dipIDs.giveBack(id) })
+			if err := c.try(fmt.Sprintf("clear counters of %s", dip),
+				func() error { return d.clearCounters(id) }, func() {}); err != nil {
+				return s, err
+			}
+			d.writeDIP(id, s.e.id, dip)
+			c.undo = append(c.undo, func() { storeUint32(&d.dipRecords[id].Endpoint, 0) })
+		}
+		s.e.dips[dip] = ids[i]
+	}
+
+	if len(in.Buckets) > 0 {
+		lines := max(1, len(in.Buckets)/bucketsPerLine)
+		var table block
+		if err := c.try("make room for buckets", func() (err error) {
+			table, err = d.buckets.take(d, lines)
+			return err
+		}, func() { d.buckets.release(table) }); err != nil {
+			return s, err
+		}
+		s.e.table = table
+		lineOf := d.buckets.lines(table)
+		for i, index := range in.Buckets {
+			lineOf[i/bucketsPerLine].Dip[i%bucketsPerLine] = ids[index]
+		}
+	}
+	s.word = wordOf(s.e.table, len(in.Buckets), in.Consistency)
+	return s, nil
+}
+
+// wordOf is struct endpoint's word.
+func wordOf(table block, buckets int, consistency lb.Consistency) uint64 {
+	log2 := uint64(noBuckets)
+	if buckets > 0 {
+		log2 = uint64(bits.Len(uint(buckets)) - 1)
+	}
+	word := uint64(table.first) | log2<<32
+	if consistency == lb.ConsistencyTable {
+		word |= 1 << 40
+	}
+	return word
+}
+
+func (v *vip) count(key lb.Endpoint, n int) {
+	v.endpoints += n
+	if key.Port == 0 {
+		v.any[anyIndex(key.Protocol)] += n
+	}
+}
+
+func anyIndex(p lb.Protocol) int {
+	if p == lb.UDP {
+		return 1
+	}
+	return 0
+}
+
+func (v *vip) record() muxVip {
+	var r muxVip
+	r.Id = v.id
+	if v.any[0] > 0 {
+		r.AnyTcp = 1
+	}
+	if v.any[1] > 0 {
+		r.AnyUdp = 1
+	}
+	return r
+}
+
+func (d *Datapath) putVIP(v *vip) error {
+	if v.Addr.Is4() {
+		return d.maps.Vips4.Put(v.Addr.As4(), v.record())
+	}
+	return d.maps.Vips6.Put(v.Addr.As16(), v.record())
+}
+
+func (d *Datapath) deleteVIP(addr netip.Addr) error {
+	if addr.Is4() {
+		return d.maps.Vips4.Delete(addr.As4())
+	}
+	return d.maps.Vips6.Delete(addr.As16())
+}
+
+func (d *Datapath) endpointKey(e lb.Endpoint, vips map[netip.Addr]*vip) muxEndpointKey {
+	v := vips[e.VIP]
+	if v == nil {
+		v = d.vips[e.VIP]
+	}
+	return muxEndpointKey{Vip: v.id, Port: htons(e.Port), Protocol: uint8(e.Protocol)}
+}
+
+// writeDIP fills a dead record and brings it to life by its last store.
+func (d *Datapath) writeDIP(id, endpointID uint32, dip lb.DIP) {
+	r := &d.dipRecords[id]
+	*r = muxDip{
+		Tunnel: addrWords(dip.Tunnel.Dst),
+		Addr:   addrWords(dip.Addr),
+		Port:   htons(dip.Port),
+	}
+	r.Overhead = 20
+	if dip.Tunnel.Dst.Is6() {
+		r.Outer6, r.Overhead = 1, 40
+	}
+	if dip.Tunnel.Encap == lb.EncapGUE {
+		r.Gue = 1
+		r.Overhead += 8
+	}
+	if dip.Addr.Is6() {
+		r.Addr6 = 1
+	}
+	for _, w := range r.Tunnel {
+		r.Slot = r.Slot*31 ^ uint16(w) ^ uint16(w>>16)*7
+	}
+	r.Slot %= nextHopSlots
+	storeUint32(&r.Endpoint, endpointID+1)
+}
+
+func (d *Datapath) readDIP(r *muxDip) lb.DIP {
+	dip := lb.DIP{Addr: wordsAddr(r.Addr, r.Addr6 == 1), Port: htons(r.Port)}
+	dip.Tunnel.Dst = wordsAddr(r.Tunnel, r.Outer6 == 1)
+	if r.Gue == 1 {
+		dip.Tunnel.Encap = lb.EncapGUE
+	}
+	return dip
+}
+
+// killDIP makes connection entries of the DIP stop matching. The id is used
+// again only after a sweep has found none of them.
+func (d *Datapath) killDIP(id uint32) {
+	storeUint32(&d.dipRecords[id].Endpoint, 0)
+	d.dipIDs.retire(id)
+}
