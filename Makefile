@@ -8,7 +8,7 @@ export PATH := $(CURDIR)/bin/tools/go/bin:$(PATH)
 export CGO_ENABLED := 0
 
 version := $(shell git describe --always --dirty --tags 2>/dev/null || echo unknown)
-ldflags := -X github.com/quartet-lb/quartet/daemon.Version=$(version)
+ldflags := -X github.com/quartet-lb/quartet/daemon.version=$(version)
 tools := $(CURDIR)/bin/tools
 say := @printf '\033[1m==>\033[0m %s\n'
 
