@@ -299,8 +299,15 @@ func TestUnreachable(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	closed := silent.Addr().String()
-	silent.Close()
+	defer silent.Close() // it accepts and never answers
+	gone, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	closed := gone.Addr().String()
+	gone.Close()
+	defer func(d time.Duration) { answerTimeout = d }(answerTimeout)
+	answerTimeout = 500 * time.Millisecond
 	other := newAuthority(t)
 	for _, c := range []struct {
 		args   []string
@@ -308,6 +315,7 @@ func TestUnreachable(t *testing.T) {
 		status int
 	}{
 		{[]string{"get", "vips", "--manager", "https://" + closed}, "connection refused: is quartet-manager running there? check --manager", exitUnreachable},
+		{[]string{"get", "vips", "--manager", "https://" + silent.Addr().String()}, "no answer: check --manager and the network", exitUnreachable},
 		{[]string{"get", "vips", "--manager", "http://" + strings.TrimPrefix(s.url, "https://")}, "something else answers there (400 Bad Request)", exitUnreachable},
 		{[]string{"get", "vips", "--manager", "https://nowhere.invalid:7470"}, "no such host: check --manager", exitUnreachable},
 		{[]string{"get", "vips", "--manager", "https://10.0.0.1:7470/x"}, "is not a manager's URL", exitInvalid},

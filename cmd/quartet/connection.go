@@ -16,6 +16,7 @@ import (
 	"regexp"
 	"strings"
 	"syscall"
+	"time"
 
 	"connectrpc.com/connect"
 	"github.com/spf13/pflag"
@@ -29,6 +30,9 @@ import (
 
 // DefaultManager is where a manager on this machine listens.
 const DefaultManager = "https://127.0.0.1:7470"
+
+// answerTimeout is how long a manager may be silent before it counts as gone.
+var answerTimeout = 5 * time.Second
 
 // connection says how to reach the manager.
 type connection struct {
@@ -99,7 +103,13 @@ func (c *connection) client() (quartetv1connect.OperatorServiceClient, error) {
 	if err != nil || u.Host == "" || u.Scheme != "https" && u.Scheme != "http" || strings.Trim(u.Path, "/") != "" {
 		return nil, invalid("--manager: %q is not a manager's URL: https://host:port", c.manager)
 	}
-	transport := &http.Transport{ForceAttemptHTTP2: true}
+	transport := &http.Transport{
+		ForceAttemptHTTP2:   true,
+		DialContext:         (&net.Dialer{Timeout: answerTimeout}).DialContext,
+		TLSHandshakeTimeout: answerTimeout,
+		// A manager that dies while it is waited for is noticed within twice this.
+		HTTP2: &http.HTTP2Config{SendPingTimeout: answerTimeout, PingTimeout: answerTimeout},
+	}
 	if u.Scheme == "http" {
 		if host := u.Hostname(); host != "localhost" {
 			if a, err := netip.ParseAddr(host); err != nil || !a.IsLoopback() {
@@ -168,6 +178,7 @@ func (c *connection) explain(ctx context.Context, err error) error {
 	var authority x509.UnknownAuthorityError
 	var alert tls.AlertError
 	var record tls.RecordHeaderError
+	var timeout net.Error
 	switch {
 	case errors.As(err, &dns):
 		return unreachable("no such host: check --manager")
@@ -175,7 +186,7 @@ func (c *connection) explain(ctx context.Context, err error) error {
 		return unreachable("connection refused: is quartet-manager running there? check --manager")
 	case errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH):
 		return unreachable("no route: check --manager and the network")
-	case errors.Is(err, syscall.ETIMEDOUT):
+	case errors.As(err, &timeout) && timeout.Timeout():
 		return unreachable("no answer: check --manager and the network")
 	case errors.As(err, &authority):
 		return unreachable("its certificate is not signed by %s: check --ca", c.ca)
