@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
@@ -149,6 +150,8 @@ func (r *runner) observe(name string, args []string) (value, error) {
 			return number(dof, err)
 		}
 		return number(distuv.ChiSquared{K: dof}.Survival(chi2), err)
+	case "clock":
+		return number(float64(time.Since(r.start).Microseconds())/1000, nil)
 	case "errors_log":
 		n, err := r.node(args[0])
 		if err != nil {

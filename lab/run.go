@@ -211,7 +211,7 @@ func (r *runner) step(s scenario.Step) error {
 	}
 	switch s.Verb {
 	case "say":
-		fmt.Fprintf(r.Out, "\n%s\n", args[0])
+		fmt.Fprintf(r.Out, "\n%s\n", strings.ReplaceAll(args[0], `\n`, "\n"))
 		return nil
 	case "draw":
 		fmt.Fprintf(r.Out, "\n%s\n", r.script.About)
@@ -235,6 +235,8 @@ func (r *runner) step(s scenario.Step) error {
 		return r.begin(args, s.Options)
 	case "stop":
 		return r.finish(args[0], true)
+	case "join":
+		return r.finish(args[0], false)
 	case "ping":
 		return r.ping(args[0], args[1], args[2] == "answered")
 	case "kill":

@@ -81,7 +81,7 @@ var traffic = []string{"mode", "count", "parallel", "interval", "timeout", "retr
 // verbs are all steps, with what `quartet lab run --help` says of them.
 var verbs = map[string]verb{
 	"param":      {usage: "param NAME FULL SHORT", min: 3, max: 3},
-	"say":        {usage: "say TEXT", free: true, max: -1},
+	"say":        {usage: "say TEXT, in which \\n begins a line", free: true, max: -1},
 	"draw":       {usage: "draw"},
 	"show":       {usage: "show COMMAND...: run quartet with these arguments and show what it prints", min: 1, max: -1, free: true},
 	"apply":      {usage: "apply, with objects in YAML indented below it", body: true},
@@ -90,7 +90,8 @@ var verbs = map[string]verb{
 	"undrain":    {usage: "undrain NODE", min: 1, max: 1},
 	"connect":    {usage: "connect LOAD from CLIENT to ADDRESS:PORT [mode= count= parallel= interval= timeout= retries= bytes= sources=]", min: 5, max: 5, options: traffic},
 	"start":      {usage: "start LOAD from CLIENT to ADDRESS:PORT [as connect]", min: 5, max: 5, options: traffic},
-	"stop":       {usage: "stop LOAD", min: 1, max: 1},
+	"stop":       {usage: "stop LOAD: end it and take its report", min: 1, max: 1},
+	"join":       {usage: "join LOAD: wait for its end and take its report", min: 1, max: 1},
 	"ping":       {usage: "ping CLIENT ADDRESS answered|unanswered", min: 3, max: 3},
 	"kill":       {usage: "kill NODE: its daemon, by SIGKILL", min: 1, max: 1},
 	"terminate":  {usage: "terminate NODE: its daemon, by SIGTERM, and wait for its end", min: 1, max: 1},
@@ -139,6 +140,7 @@ var Observations = map[string]int{
 	"chi2":       2, // chi-squared of a load's servers, or of muxes' flows: chi2(LOAD,servers), chi2(NAME,muxes)
 	"dof":        2, // degrees of freedom of the same
 	"p":          2, // probability of a chi-squared as large by chance
+	"clock":      0, // milliseconds since the scenario began
 	"errors_log": 1, // lines at level ERROR in a daemon's log
 }
 
@@ -345,7 +347,10 @@ func parseSum(words []string) (Sum, error) {
 				slices.Sort(all)
 				return nil, fmt.Errorf("%q is no observation; one of: %s", name, strings.Join(all, ", "))
 			}
-			t.Name, t.Args, t.Call = name, strings.Split(args, ","), true
+			t.Name, t.Call = name, true
+			if args != "" {
+				t.Args = strings.Split(args, ",")
+			}
 			if len(t.Args) != want {
 				return nil, fmt.Errorf("%s takes %d arguments, not %d", name, want, len(t.Args))
 			}
