@@ -246,7 +246,7 @@ func TestCheckers(t *testing.T) {
 		{"http, status not wanted", http(&quartetv1.HttpCheck{Statuses: []uint32{204}}), web.addr, "status 200, one of [204] is wanted"},
 		{"http, slow", http(&quartetv1.HttpCheck{Path: "/slow"}), web.addr, "no answer within 300ms"},
 		{"http, refused", http(&quartetv1.HttpCheck{}), refusing.addr, "connection refused"},
-		{"http, not HTTP", http(&quartetv1.HttpCheck{}), plain.addr, "malformed HTTP response"},
+		{"http, not HTTP", http(&quartetv1.HttpCheck{}), plain.addr, "malformed HTTP"},
 		{"http to https", http(&quartetv1.HttpCheck{}), secure.addr, "status 400"},
 		{"https", https(&quartetv1.HttpCheck{Path: "/healthz"}), secure.addr, ""},
 		{"https, verify", https(&quartetv1.HttpCheck{Verify: true}), secure.addr, "certificate signed by unknown authority"},
