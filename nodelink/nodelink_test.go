@@ -649,6 +649,10 @@ func TestFullStateDirectory(t *testing.T) {
 	s := m.stream(t)
 	s.send(snapshot(1, 1))
 	m.reported(t, "generation 1", runs(1))
+	eventually(t, "the file is there", func() bool {
+		_, err := os.Stat(filepath.Join(state, "tables"))
+		return err == nil
+	})
 	if err := os.Mkdir(filepath.Join(state, "tables.tmp"), 0o700); err != nil {
 		t.Fatal(err)
 	}
