@@ -137,7 +137,7 @@ type attachment struct {
 // in the same layout goes on with its rules, flows and counters, under this
 // binary's programs. With another layout (a newer binary, other sizes) the old
 // programs go on until the first Replace has filled the maps beside and swaps
-// them. No packet is lost either way. An interface that Config no longer names
+// them, flows included. No packet is lost either way. An interface that Config no longer names
 // is detached. Errors are one line and leave everything as it was.
 func Open(c Config) (*Datapath, error) {
 	if err := c.complete(); err != nil {
@@ -484,21 +484,66 @@ func (a *attachment) attach(u uplink) error {
 	return nil
 }
 
-// swap moves the links that run over another layout's maps to this one's, and
-// removes those maps.
+// swap moves the links that run over another layout's maps to this one's, with
+// the flows that those know, and removes those maps.
 func (d *Datapath) swap() error {
+	var behind []*attachment
 	for _, u := range d.uplinks {
 		for _, a := range u.links {
-			if !a.behind {
-				continue
+			if a.behind {
+				behind = append(behind, a)
 			}
-			if err := a.link.Update(a.program); err != nil {
-				return fmt.Errorf("swap programs on %s: %w", u.name, err)
-			}
-			a.behind = false
+		}
+	}
+	if len(behind) > 0 {
+		if err := d.copyFlows(ebpf.UpdateAny); err != nil {
+			return err
+		}
+	}
+	for _, a := range behind {
+		if err := a.link.Update(a.program); err != nil {
+			return fmt.Errorf("swap programs: %w", err)
+		}
+		a.behind = false
+	}
+	if len(behind) > 0 {
+		// Those that began while the others were copied.
+		if err := d.copyFlows(ebpf.UpdateNoExist); err != nil {
+			return err
 		}
 	}
 	return d.removePrevious()
+}
+
+// copyFlows takes over the flows of other layouts if their entries look alike.
+// Without them a server that speaks first would be heard as its DIP until the
+// client's next packet.
+func (d *Datapath) copyFlows(flags ebpf.MapUpdateFlags) error {
+	for _, dir := range d.previous {
+		for name, to := range map[string]*ebpf.Map{"flows": d.objects.Flows, "untrusted": d.objects.Untrusted} {
+			from, err := ebpf.LoadPinnedMap(filepath.Join(dir, name), nil)
+			if errors.Is(err, os.ErrNotExist) {
+				continue
+			}
+			if err != nil {
+				return fmt.Errorf("open flows of another layout: %w", err)
+			}
+			if from.KeySize() == to.KeySize() && from.ValueSize() == to.ValueSize() {
+				err = eachFlow(from, func(keys []agentFlowKey, values []agentFlow) error {
+					for i := range keys {
+						if err := to.Update(&keys[i], &values[i], flags); err != nil && !errors.Is(err, ebpf.ErrKeyExist) {
+							return err
+						}
+					}
+					return nil
+				})
+			}
+			if err := errors.Join(err, from.Close()); err != nil {
+				return fmt.Errorf("copy flows of another layout: %w", err)
+			}
+		}
+	}
+	return nil
 }
 
 func (d *Datapath) removePrevious() error {

@@ -3,13 +3,21 @@ package datapath
 import (
 	"bytes"
 	"crypto/sha256"
+	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
 	"net"
 	"net/netip"
+	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/quartet-lb/quartet/lb"
 )
 
 // serve answers on the namespaces' port 8080 until the test ends. TCP: reads
@@ -88,7 +96,7 @@ func (l *testLab) dial(t *testing.T, network, vip string) net.Conn {
 		return err
 	})
 	t.Cleanup(func() { _ = c.Close() })
-	if err := c.SetDeadline(time.Now().Add(60 * time.Second)); err != nil {
+	if err := c.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
 		t.Fatal(err)
 	}
 	return c
@@ -143,18 +151,7 @@ var vips = map[string]string{
 }
 
 func TestEndToEnd(t *testing.T) {
-	l := newLab(t)
-	l.serve(t, "host", hostDIP4, hostDIP6)
-	l.serve(t, "vm", vmDIP4, vmDIP6)
-	d := l.open(t, Config{PinDir: testPinDir(t)})
-	t.Cleanup(func() {
-		if err := d.Detach(); err != nil {
-			t.Error(err)
-		}
-	})
-	if err := d.Replace(l.rules()); err != nil {
-		t.Fatal(err)
-	}
+	l, d := ready(t, Config{})
 	for format, encap := range tunnelFormats {
 		for _, outer6 := range []bool{false, true} {
 			l.setTunnel(encap, outer6)
@@ -187,6 +184,199 @@ func TestEndToEnd(t *testing.T) {
 					}
 				})
 			}
+		}
+	}
+}
+
+// ready raises a lab with servers and an agent that has its rules.
+func ready(t *testing.T, c Config) (*testLab, *Datapath) {
+	t.Helper()
+	l := newLab(t)
+	l.serve(t, "host", hostDIP4, hostDIP6)
+	l.serve(t, "vm", vmDIP4, vmDIP6)
+	if c.PinDir == "" {
+		c.PinDir = testPinDir(t)
+	}
+	d := l.open(t, c)
+	l.agent = d
+	t.Cleanup(func() {
+		if err := l.agent.Detach(); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := d.Replace(l.rules()); err != nil {
+		t.Fatal(err)
+	}
+	return l, d
+}
+
+// A datagram larger than the MTU is fragmented by the client, and the answer
+// by the server: each fragment finds its way by what the first one taught.
+func TestFragmentedDatagrams(t *testing.T) {
+	l, d := ready(t, Config{})
+	// Room for the tunnel, as where the fabric's MTU is raised.
+	l.ip(t, "router", "link set host0 mtu 1600")
+	l.ip(t, "host", "link set eth0 mtu 1600")
+	l.ip(t, "host", "route change default via 10.1.0.1 mtu 1500")
+	l.ip(t, "host", "route change default via fd00:1::1 mtu 1500")
+	for name, vip := range vips {
+		before := exits(t, d)
+		u := l.dial(t, "udp", vip)
+		for range 3 {
+			if err := echo(u, 5000); err != nil {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+		after := exits(t, d)
+		for _, label := range []string{"in_delivered_fragment", "out_fragment"} {
+			if n := after[label] - before[label]; n < 9 {
+				t.Errorf("%s: %s moved by %d, want at least 9", name, label, n)
+			}
+		}
+	}
+}
+
+// A link on the way back is narrower than the MSS allows for: the router's
+// error goes to the VIP, thus through the tunnel, and the server's stack must
+// understand it.
+func TestPathMTUDiscovery(t *testing.T) {
+	l, d := ready(t, Config{})
+	l.ip(t, "router", "link set client0 mtu 1300")
+	for name, vip := range vips {
+		// What the host learnt as an end point it would tell its VM as a router.
+		l.ip(t, "host", "-6 route flush cache")
+		before := exits(t, d)["in_delivered_icmp_error"]
+		if err := transfer(l.dial(t, "tcp", vip), 300_000); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		if exits(t, d)["in_delivered_icmp_error"] == before {
+			t.Errorf("%s: no ICMP error came through", name)
+		}
+	}
+}
+
+// The server's host or VM answers a datagram to a closed port with an ICMP
+// error, which the client's socket must take for its own.
+func TestPortUnreachable(t *testing.T) {
+	l, d := ready(t, Config{})
+	for i, vip := range []string{hostVIP4, hostVIP6, vmVIP4, vmVIP6} {
+		dip := []string{hostDIP4, hostDIP6, vmDIP4, vmDIP6}[i]
+		r := l.routes[addr(vip)]
+		if err := d.Apply(Delta{Put: []Rule{rule(r.tunnel4.String(), lb.UDP, netip.AddrPortFrom(addr(vip), 80).String(), dip, 9)}}); err != nil {
+			t.Fatal(err)
+		}
+		u := l.dial(t, "udp", vip)
+		if _, err := u.Write([]byte("anybody?")); err != nil {
+			t.Fatal(err)
+		}
+		_, err := u.Read(make([]byte, 10))
+		if !errors.Is(err, unix.ECONNREFUSED) {
+			t.Errorf("%s: %v, want %v", vip, err, unix.ECONNREFUSED)
+		}
+	}
+	if n := exits(t, d)["out_icmp_error"]; n != 4 {
+		t.Errorf("out_icmp_error %d, want 4", n)
+	}
+}
+
+// The client's SYN offers, and so the server's SYN-ACK must not exceed, what
+// fits: the client's segments are at most MTU - tunnel.
+func TestMSSClamp(t *testing.T) {
+	for _, c := range []struct {
+		mss    uint16
+		format func(src, dst netip.Addr, inner []byte) ip
+		outer6 bool
+		want   map[string]int // by VIP
+	}{
+		{0, ipip, false, map[string]int{hostVIP4: 1440, vmVIP4: 1440, hostVIP6: 1420, vmVIP6: 1420}},
+		{0, ipip, true, map[string]int{hostVIP4: 1420, hostVIP6: 1400}},
+		{0, gue1, false, map[string]int{hostVIP4: 1432}},
+		{0, vxlan, false, map[string]int{hostVIP4: 1410}},
+		{1000, ipip, false, map[string]int{hostVIP4: 1000, hostVIP6: 1000}},
+		{1455, ipip, false, map[string]int{hostVIP4: 1455, hostVIP6: 1440}}, // lowering only
+	} {
+		l, d := ready(t, Config{MSS: c.mss})
+		l.setTunnel(c.format, c.outer6)
+		for vip, want := range c.want {
+			conn := l.dial(t, "tcp", vip)
+			raw, err := conn.(*net.TCPConn).SyscallConn()
+			if err != nil {
+				t.Fatal(err)
+			}
+			var got int
+			if err := raw.Control(func(fd uintptr) {
+				// TCP_MAXSEG on a connection: what it sends at most, less options.
+				got, err = unix.GetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_MAXSEG)
+			}); err != nil {
+				t.Fatal(err)
+			}
+			const timestamps = 12 // bytes of options in each segment
+			if err != nil || got != want-timestamps {
+				t.Errorf("MSS %d, outer6=%t, %s: client sends segments of %d (%v), want %d", c.mss, c.outer6, vip, got, err, want-timestamps)
+			}
+		}
+		if s, err := d.Flows(); err != nil || s.Clamped < uint64(len(c.want)) && c.mss != 1455 {
+			t.Errorf("%+v, %v: want %d clamped", s, err, len(c.want))
+		}
+	}
+}
+
+// The agent is closed and opened under traffic, in the same layout and in
+// another one; each datagram must come back, and TCP must not retransmit.
+func TestRestartLosesNothing(t *testing.T) {
+	pins := testPinDir(t)
+	l, d := ready(t, Config{PinDir: pins})
+	var (
+		wg   sync.WaitGroup
+		stop atomic.Bool
+		sent atomic.Uint64
+	)
+	for _, vip := range vips {
+		u, c := l.dial(t, "udp", vip), l.dial(t, "tcp", vip)
+		wg.Go(func() {
+			for !stop.Load() {
+				if err := echo(u, 100); err != nil {
+					t.Errorf("datagram: %v", err)
+					return
+				}
+				sent.Add(1)
+			}
+		})
+		wg.Go(func() {
+			for !stop.Load() {
+				if err := transfer(c, 10_000); err != nil {
+					t.Errorf("connection: %v", err)
+					return
+				}
+			}
+		})
+	}
+	// more waits for traffic in this very state.
+	more := func() {
+		n := sent.Load()
+		eventually(t, "datagrams go on", func() bool { return sent.Load() > n+20 || t.Failed() })
+	}
+	for i := range 8 {
+		more()
+		if err := d.Close(); err != nil {
+			t.Fatal(err)
+		}
+		more()
+		d = l.open(t, Config{PinDir: pins, Flows: []uint32{0, 4096}[i/4%2]})
+		more()
+		if err := d.Replace(l.rules()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	more()
+	stop.Store(true)
+	wg.Wait()
+	l.agent = d
+	seen := exits(t, d)
+	for label, n := range seen {
+		if n > 0 && !strings.HasPrefix(label, "in_delivered") && label != "out_translated" &&
+			label != "in_not_tunnel" && label != "out_not_ours" {
+			t.Errorf("%s: %d", label, n)
 		}
 	}
 }

@@ -32,7 +32,7 @@ type testLab struct {
 	outer6 atomic.Bool
 	seen   atomic.Uint64 // packets that the test's mux encapsulated
 	routes map[netip.Addr]muxRoute
-	stop   func()
+	agent  *Datapath // that is to be detached in the end
 }
 
 // muxRoute is where the test's mux sends a VIP's packets.
