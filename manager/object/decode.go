@@ -137,30 +137,19 @@ func within(path, above string) bool {
 // Both spellings of protobuf JSON are accepted, any_port and anyPort.
 func (r *report) message(path string, from *structpb.Struct, to protoreflect.Message) {
 	fields := to.Descriptor().Fields()
-	known := map[string]bool{}
-	var names []string
+	known := 0
 	for i := range fields.Len() {
 		fd := fields.Get(i)
-		names = append(names, string(fd.Name()))
 		at := join(path, string(fd.Name()))
-		var value *structpb.Value
-		for _, spelling := range []string{fd.JSONName(), string(fd.Name())} {
-			v, there := from.GetFields()[spelling]
-			if there && !known[spelling] {
-				if value != nil {
-					r.add(at, "is there twice", "the field once")
-				}
-				if value = v; v == nil { // not a protobuf any encoder makes
-					value = structpb.NewNullValue()
-				}
-			}
-			known[spelling] = true
-		}
+		value, n := lookup(from, fd)
+		known += n
 		switch {
-		case value == nil:
+		case n == 0:
 			if required[fd.FullName()] {
 				r.add(at, "is missing", wants(fd))
 			}
+		case n == 2:
+			r.add(at, "is there twice", "the field once")
 		case fd.IsList():
 			r.list(at, value, fd, to)
 		default:
@@ -169,9 +158,33 @@ func (r *report) message(path string, from *structpb.Struct, to protoreflect.Mes
 			}
 		}
 	}
-	var unknown []string
+	if known < len(from.GetFields()) {
+		r.unknown(path, from, fields)
+	}
+}
+
+// lookup finds a field by either of its names, and says how many it has.
+func lookup(from *structpb.Struct, fd protoreflect.FieldDescriptor) (value *structpb.Value, n int) {
+	value, ok := from.GetFields()[string(fd.Name())]
+	if ok {
+		n++
+	}
+	if fd.JSONName() != string(fd.Name()) {
+		if v, ok := from.GetFields()[fd.JSONName()]; ok {
+			value = v
+			n++
+		}
+	}
+	return value, n
+}
+
+func (r *report) unknown(path string, from *structpb.Struct, fields protoreflect.FieldDescriptors) {
+	var names, unknown []string
+	for i := range fields.Len() {
+		names = append(names, string(fields.Get(i).Name()))
+	}
 	for key := range from.GetFields() {
-		if !known[key] {
+		if fields.ByName(protoreflect.Name(key)) == nil && fields.ByJSONName(key) == nil {
 			unknown = append(unknown, key)
 		}
 	}
@@ -194,7 +207,7 @@ func (r *report) list(at string, from *structpb.Value, fd protoreflect.FieldDesc
 	}
 	list := to.Mutable(fd).List()
 	for i, v := range values {
-		element, ok := r.value(fmt.Sprintf("%s[%d]", at, i), v, fd, to)
+		element, ok := r.value(at+"["+strconv.Itoa(i)+"]", v, fd, to)
 		if !ok { // keeps its place, so that indices stay true
 			element = list.NewElement()
 		}

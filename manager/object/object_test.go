@@ -466,3 +466,39 @@ func BenchmarkCheckOneOf20000(b *testing.B) {
 		}
 	}
 }
+
+func BenchmarkDecode20000(b *testing.B) {
+	var docs []*structpb.Struct
+	for _, o := range twentyThousand() {
+		doc, err := o.Struct()
+		if err != nil {
+			b.Fatal(err)
+		}
+		docs = append(docs, doc)
+	}
+	for b.Loop() {
+		if _, wrong := Decode(docs); len(wrong) > 0 {
+			b.Fatal(text(wrong))
+		}
+	}
+}
+
+func BenchmarkRead20000(b *testing.B) {
+	var all strings.Builder
+	for _, o := range twentyThousand() {
+		doc, err := o.Struct()
+		if err != nil {
+			b.Fatal(err)
+		}
+		json, err := doc.MarshalJSON()
+		if err != nil {
+			b.Fatal(err)
+		}
+		fmt.Fprintf(&all, "%s\n---\n", json)
+	}
+	for b.Loop() {
+		if _, err := Read([]byte(all.String())); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
