@@ -57,7 +57,9 @@ var nameForm = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9
 
 // Init makes a certificate authority in dir: ca.crt, and ca.key with mode 0600.
 // It makes dir if need be and refuses to overwrite either file.
-func Init(dir string) error {
+func Init(dir string) error { return initFor(dir, CAValidity) }
+
+func initFor(dir string, validity time.Duration) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return fmt.Errorf("make certificate directory: %w", err)
 	}
@@ -73,7 +75,7 @@ func Init(dir string) error {
 	if err != nil {
 		return fmt.Errorf("make authority key: %w", err)
 	}
-	t, err := template("Quartet CA", CAValidity)
+	t, err := template("Quartet CA", validity)
 	if err != nil {
 		return err
 	}
@@ -109,6 +111,9 @@ func issueFor(dir, role, name string, hosts []string, validity time.Duration) er
 	caPair, err := tls.LoadX509KeyPair(caFile, filepath.Join(dir, "ca.key"))
 	if err != nil {
 		return fmt.Errorf("issue certificate: read authority key %s: %w", filepath.Join(dir, "ca.key"), err)
+	}
+	if time.Now().After(ca.NotAfter) {
+		return fmt.Errorf("issue certificate: %s expired on %s: make an authority in another directory", caFile, ca.NotAfter.UTC().Format(time.RFC3339))
 	}
 	crt, keyFile := filepath.Join(dir, name+".crt"), filepath.Join(dir, name+".key")
 	if old, err := readCert(crt); err == nil {

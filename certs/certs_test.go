@@ -223,6 +223,10 @@ func TestBadInput(t *testing.T) {
 	if err := os.WriteFile(garbage, []byte("?"), 0o600); err != nil {
 		t.Fatal(err)
 	}
+	expired := t.TempDir()
+	if err := initFor(expired, -time.Second); err != nil {
+		t.Fatal(err)
+	}
 	loadServer := func(ca, crt, key string) error { _, err := LoadServer(ca, crt, key); return err }
 	loadClient := func(ca, crt, key string) error { _, err := LoadClient(ca, crt, key); return err }
 	for _, c := range []struct {
@@ -231,6 +235,7 @@ func TestBadInput(t *testing.T) {
 	}{
 		{Init(dir), "ca.crt exists"},
 		{Issue(empty, Mux, "m", nil), "quartet certs init"},
+		{Issue(expired, Mux, "m", nil), "ca.crt expired on"},
 		{Issue(dir, "boss", "b", nil), `"boss" is not a role: manager, mux, host, switch, operator`},
 		{Issue(dir, Mux, "ca", nil), "is not a name"},
 		{Issue(dir, Mux, "../x", nil), "is not a name"},
