@@ -13,6 +13,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	quartetv1 "github.com/quartet-lb/quartet/api/quartet/v1"
+	"github.com/quartet-lb/quartet/daemon"
 	"github.com/quartet-lb/quartet/manager/compile"
 	"github.com/quartet-lb/quartet/manager/object"
 )
@@ -331,7 +332,7 @@ func hasDIP(v *quartetv1.Vip, dip string) bool {
 func (m *Manager) List(kind, name string) (*quartetv1.ListResponse, error) {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
-	out := &quartetv1.ListResponse{Generation: m.generation}
+	out := &quartetv1.ListResponse{Generation: m.generation, Version: daemon.Version()}
 	results := func() []*compile.Result {
 		var all []*compile.Result
 		for _, r := range m.results {

@@ -629,6 +629,7 @@ type ListResponse struct {
 	Nodes         []*NodeStatus          `protobuf:"bytes,3,rep,name=nodes,proto3" json:"nodes,omitempty"`
 	Dips          []*DipStatus           `protobuf:"bytes,4,rep,name=dips,proto3" json:"dips,omitempty"`
 	Generation    uint64                 `protobuf:"varint,5,opt,name=generation,proto3" json:"generation,omitempty"`
+	Version       string                 `protobuf:"bytes,6,opt,name=version,proto3" json:"version,omitempty"` // the manager's
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -696,6 +697,13 @@ func (x *ListResponse) GetGeneration() uint64 {
 		return x.Generation
 	}
 	return 0
+}
+
+func (x *ListResponse) GetVersion() string {
+	if x != nil {
+		return x.Version
+	}
+	return ""
 }
 
 type VipStatus struct {
@@ -1892,7 +1900,7 @@ const file_quartet_v1_operator_proto_rawDesc = "" +
 	"\arollout\x18\x02 \x01(\v2\x13.quartet.v1.RolloutR\arollout\"5\n" +
 	"\vListRequest\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"\xdd\x01\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"\xf7\x01\n" +
 	"\fListResponse\x12)\n" +
 	"\x04vips\x18\x01 \x03(\v2\x15.quartet.v1.VipStatusR\x04vips\x12)\n" +
 	"\x05pools\x18\x02 \x03(\v2\x13.quartet.v1.VipPoolR\x05pools\x12,\n" +
@@ -1900,7 +1908,8 @@ const file_quartet_v1_operator_proto_rawDesc = "" +
 	"\x04dips\x18\x04 \x03(\v2\x15.quartet.v1.DipStatusR\x04dips\x12\x1e\n" +
 	"\n" +
 	"generation\x18\x05 \x01(\x04R\n" +
-	"generation\"\xd0\x01\n" +
+	"generation\x12\x18\n" +
+	"\aversion\x18\x06 \x01(\tR\aversion\"\xd0\x01\n" +
 	"\tVipStatus\x12!\n" +
 	"\x03vip\x18\x01 \x01(\v2\x0f.quartet.v1.VipR\x03vip\x12\x1e\n" +
 	"\n" +
