@@ -279,8 +279,8 @@ func (m *Manager) Run(ctx context.Context) error {
 			case now := <-ticker.C:
 				m.timers(now)
 				continue
-			case err := <-m.store.Failed():
-				return fmt.Errorf("keep state: %w", err)
+			case <-m.store.Failed():
+				return fmt.Errorf("keep state: %w", m.store.Err())
 			case <-ctx.Done():
 				return nil
 			}

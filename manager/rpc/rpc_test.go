@@ -298,9 +298,9 @@ func TestDeltasEqualSnapshot(t *testing.T) {
 func TestSlowNode(t *testing.T) {
 	f := newFabric(t, manager.Config{})
 	fast := f.watch("mux", "fast", nil)
+	f.apply(pool + vip("web", 10, 2, ""))
 	release := make(chan struct{})
 	slow := f.watch("mux", "slow", nil, held(release))
-	f.apply(pool + vip("web", 10, 2, ""))
 	// More than any buffer between them holds.
 	const changes = 60
 	text := strings.Replace(vip("web", 10, 250, ""), "10.0.10.", "10.1.0.", -1)

@@ -88,8 +88,11 @@ type Store struct {
 	client   *clientv3.Client
 	session  *concurrency.Session
 	election *concurrency.Election
-	failed   chan error
 	loud     atomic.Bool // etcd's log is passed on
+
+	// failed ends when the store can't go on, with the cause.
+	failed context.Context
+	fail   context.CancelCauseFunc
 
 	generationRev int64 // keyGeneration's mod revision; 0: absent
 	sinceCompact  int
@@ -98,7 +101,8 @@ type Store struct {
 // Open starts the embedded member on cfg.Dir and waits until it is elected.
 // The store fails as a whole: see Failed.
 func Open(ctx context.Context, cfg Config) (_ *Store, err error) {
-	s := &Store{log: cfg.Log, failed: make(chan error, 1)}
+	s := &Store{log: cfg.Log}
+	s.failed, s.fail = context.WithCancelCause(context.Background())
 	defer func() {
 		if err != nil {
 			s.stop()
@@ -187,16 +191,16 @@ func (s *Store) start(ctx context.Context, cfg Config) error {
 			return corrupt(d.err)
 		}
 		s.etcd = d.e
-	case err := <-s.failed:
-		return corrupt(err)
+	case <-s.failed.Done():
+		return corrupt(s.Err())
 	case <-ctx.Done():
 		return ctx.Err()
 	}
 	select {
 	case <-s.etcd.Server.ReadyNotify():
 		return nil
-	case err := <-s.failed:
-		return err
+	case <-s.failed.Done():
+		return s.Err()
 	case err := <-s.etcd.Err():
 		return err
 	case <-ctx.Done():
@@ -212,17 +216,13 @@ func corrupt(err error) error {
 	return fmt.Errorf("%w: restore the directory from a copy, or start with an empty one and apply again", err)
 }
 
-// fail ends the store's life.
-func (s *Store) fail(err error) {
-	select {
-	case s.failed <- err:
-	default:
-	}
-}
+// Failed is closed when the store can't go on: the disk failed, or another
+// leader was elected. Err has the reason. The process must end; nothing is
+// written any more.
+func (s *Store) Failed() <-chan struct{} { return s.failed.Done() }
 
-// Failed yields the reason when the store can't go on: the disk failed, or
-// another leader was elected. The process must end; nothing is written any more.
-func (s *Store) Failed() <-chan error { return s.failed }
+// Err is why the store failed, or nil.
+func (s *Store) Err() error { return context.Cause(s.failed) }
 
 func (s *Store) checkSchema(ctx context.Context) error {
 	resp, err := s.client.Get(ctx, keySchema)
@@ -513,7 +513,7 @@ func (s *Store) Commit(t *Txn) error {
 	if t.bytes > maxRequest*3/4 || len(t.ops) > maxTxnOps {
 		return ErrTooLarge
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), commitTimeout)
+	ctx, cancel := context.WithTimeout(s.failed, commitTimeout)
 	defer cancel()
 	guard := []clientv3.Cmp{s.leads()}
 	if t.generation != 0 {
@@ -529,9 +529,8 @@ func (s *Store) Commit(t *Txn) error {
 		err = errors.New("another leader was elected")
 	}
 	if err != nil {
-		err = fmt.Errorf("write state: %w", err)
-		s.fail(err)
-		return err
+		s.fail(err) // but for an earlier reason
+		return fmt.Errorf("write state: %w", s.Err())
 	}
 	if t.generation != 0 {
 		s.generationRev = resp.Header.Revision
@@ -560,8 +559,12 @@ func (s *Store) Dump(ctx context.Context) (map[string]string, error) {
 	return all, nil
 }
 
-// Close gives up the leadership and stops the member.
+// Close gives up the leadership and stops the member. A store that has failed is
+// left as it is, for etcd may hold its locks; the process must end.
 func (s *Store) Close() error {
+	if s.Err() != nil {
+		return nil
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
 	defer cancel()
 	err := s.election.Resign(ctx)
@@ -569,7 +572,15 @@ func (s *Store) Close() error {
 	return err
 }
 
+// stop ends what Open has started.
 func (s *Store) stop() {
+	if s.lock != nil {
+		defer s.lock.Close()
+	}
+	if s.Err() != nil {
+		return
+	}
+	s.fail(errors.New("the store is closed"))
 	if s.session != nil {
 		s.session.Orphan()
 	}
@@ -578,8 +589,5 @@ func (s *Store) stop() {
 	}
 	if s.etcd != nil {
 		s.etcd.Close()
-	}
-	if s.lock != nil {
-		s.lock.Close()
 	}
 }

@@ -94,7 +94,7 @@ func TestRestart(t *testing.T) {
 // A leader whose election key is gone can write nothing, and fails.
 func TestLostLeadership(t *testing.T) {
 	s := open(t, t.TempDir())
-	defer s.stop()
+	defer s.Close()
 	load(t, s)
 	before := dump(t, s)
 	if _, err := s.client.Delete(t.Context(), s.election.Key()); err != nil {
@@ -108,7 +108,8 @@ func TestLostLeadership(t *testing.T) {
 	if err := s.Confirm(t.Context()); err == nil {
 		t.Error("confirmed")
 	}
-	if err := <-s.Failed(); !strings.Contains(err.Error(), "another leader") {
+	<-s.Failed()
+	if err := s.Err(); !strings.Contains(err.Error(), "another leader") {
 		t.Errorf("failed: %v", err)
 	}
 	if after := dump(t, s); !maps.Equal(before, after) {
