@@ -57,6 +57,7 @@ func (c *cli) commands() []*cobra.Command {
 		versionCommand(c),
 		certsCommand(c),
 		labCommand(c),
+		benchCommand(c),
 	}
 }
 

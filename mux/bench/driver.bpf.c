@@ -19,7 +19,7 @@
 #define PROTO_UDP    17
 #define BLOCK_SHIFT  10 /* packets in a block: 1024 */
 #define BLOCKS	     8192
-#define TARGET_SLOTS 16
+#define TARGET_SLOTS 32
 
 /* Which packets to present to which target. Addresses and ports are in network byte order. */
 struct driver_config {

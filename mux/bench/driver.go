@@ -63,16 +63,11 @@ type batch struct {
 // driver presents packets to programs, each of which has a slot.
 type driver struct {
 	driverObjects
-	ifindex uint32
-	macs    [12]byte // destination, source
-	slots   int
+	slots int
 }
 
-// newDriver loads the driver. Packets seem to arrive on interface ifindex of
-// the calling thread's network namespace, which must have an XDP program for
-// its queues to be known to XDP.
-func newDriver(ifindex int, macs [12]byte) (*driver, error) {
-	d := &driver{ifindex: uint32(ifindex), macs: macs}
+func newDriver() (*driver, error) {
+	d := &driver{}
 	if err := loadDriverObjects(&d.driverObjects, nil); err != nil {
 		return nil, fmt.Errorf("load packet driver: %w", err)
 	}
@@ -95,10 +90,11 @@ func (d *driver) add(p *ebpf.Program) (slot int, err error) {
 	return slot, nil
 }
 
-func (d *driver) configure(t traffic, slot int) error {
+func (d *driver) configure(n *network, t traffic, slot int) error {
+	macs := n.macs()
 	c := driverDriverConfig{
-		Macs:      binary.NativeEndian.Uint64(d.macs[0:]),
-		MacsEnd:   binary.NativeEndian.Uint32(d.macs[8:]),
+		Macs:      binary.NativeEndian.Uint64(macs[0:]),
+		MacsEnd:   binary.NativeEndian.Uint32(macs[8:]),
 		DstPort:   swap16(t.dst.Port()),
 		Protocol:  uint8(t.protocol),
 		TcpFlags:  t.tcpFlags,
@@ -121,14 +117,15 @@ func (d *driver) configure(t traffic, slot int) error {
 }
 
 // run presents about as many packets as asked for, rounded up to whole blocks,
-// to the program in slot.
-func (d *driver) run(t traffic, slot, packets int) (batch, error) {
+// to the program in slot. They seem to arrive on mux0 of n, which the thread must
+// have entered and which must have an XDP program.
+func (d *driver) run(n *network, t traffic, slot, packets int) (batch, error) {
 	blocks := min((packets+blockPackets-1)/blockPackets, maxBlocks)
-	return d.runExactly(t, slot, blocks*blockPackets+1)
+	return d.runExactly(n, t, slot, blocks*blockPackets+1)
 }
 
-func (d *driver) runExactly(t traffic, slot, packets int) (batch, error) {
-	if err := d.configure(t, slot); err != nil {
+func (d *driver) runExactly(n *network, t traffic, slot, packets int) (batch, error) {
+	if err := d.configure(n, t, slot); err != nil {
 		return batch{}, fmt.Errorf("configure packet driver: %w", err)
 	}
 	out := make([]byte, t.frame()+256)
@@ -136,7 +133,7 @@ func (d *driver) runExactly(t traffic, slot, packets int) (batch, error) {
 		Data:    make([]byte, t.frame()),
 		DataOut: out,
 		Repeat:  uint32(packets),
-		Context: d.context(t),
+		Context: n.context(t),
 	}
 	verdict, err := d.Driver.Run(options)
 	if err != nil {
@@ -179,8 +176,8 @@ func (d *driver) blockMedian(packets uint64) (float64, error) {
 // runLive presents packets as live frames: the kernel allocates each from a
 // page pool and does what the verdict says. It returns the kernel's own
 // run-time statistics in ns per packet.
-func (d *driver) runLive(t traffic, slot, packets int) (ns float64, err error) {
-	if err := d.configure(t, slot); err != nil {
+func (d *driver) runLive(n *network, t traffic, slot, packets int) (ns float64, err error) {
+	if err := d.configure(n, t, slot); err != nil {
 		return 0, fmt.Errorf("configure packet driver: %w", err)
 	}
 	stats, err := ebpf.EnableStats(unix.BPF_STATS_RUN_TIME)
@@ -195,7 +192,7 @@ func (d *driver) runLive(t traffic, slot, packets int) (ns float64, err error) {
 	_, err = d.Driver.Run(&ebpf.RunOptions{
 		Data:    make([]byte, t.frame()),
 		Repeat:  uint32(packets),
-		Context: d.context(t),
+		Context: n.context(t),
 		Flags:   testLiveFrames,
 	})
 	if err != nil {
@@ -217,8 +214,8 @@ type xdpMd struct {
 	Data, DataEnd, DataMeta, IngressIfindex, RxQueueIndex, EgressIfindex uint32
 }
 
-func (d *driver) context(t traffic) xdpMd {
-	return xdpMd{DataEnd: uint32(t.frame()), IngressIfindex: d.ifindex}
+func (n *network) context(t traffic) xdpMd {
+	return xdpMd{DataEnd: uint32(t.frame()), IngressIfindex: uint32(n.mux.Attrs().Index)}
 }
 
 func swap16(x uint16) uint16 { return x<<8 | x>>8 }

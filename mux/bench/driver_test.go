@@ -17,13 +17,17 @@ func inNetwork(t *testing.T, test func(t *testing.T, n *network, d *driver)) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		n, err := newNetwork(-1)
+		if err := isolate(-1); err != nil {
+			t.Error(err)
+			return
+		}
+		n, err := newNetwork()
 		if err != nil {
 			t.Error(err)
 			return
 		}
 		defer n.close()
-		d, err := newDriver(n.mux.Attrs().Index, n.macs())
+		d, err := newDriver()
 		if err != nil {
 			t.Errorf("%+v", err)
 			return
@@ -60,7 +64,7 @@ func TestFramesAreValidAndDistinct(t *testing.T) {
 			kind.flowBits, kind.firstFlow = 9, 1<<20
 			seen := make(map[string]int)
 			for range 2 << kind.flowBits {
-				b, err := d.runExactly(kind, slotStub, 1)
+				b, err := d.runExactly(n, kind, slotStub, 1)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -130,7 +134,7 @@ func TestGrowthIsCounted(t *testing.T) {
 		for _, kind := range kinds {
 			for _, growth := range []uint32{0, 20, 40, 48} {
 				kind.flowBits, kind.growth = 4, growth
-				b, err := d.run(kind, slotStubGrow, 3000)
+				b, err := d.run(n, kind, slotStubGrow, 3000)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -140,7 +144,7 @@ func TestGrowthIsCounted(t *testing.T) {
 				if b.ns <= 0 {
 					t.Errorf("%v: %v ns a packet", kind, b.ns)
 				}
-				if b, err = d.run(kind, slotStub, 3000); err != nil {
+				if b, err = d.run(n, kind, slotStub, 3000); err != nil {
 					t.Fatal(err)
 				}
 				if growth != 0 && b.grown != 0 {

@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"runtime"
+	"os"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
@@ -12,41 +12,37 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// network is the calling thread's own network namespace:
+// network is a network namespace:
 //
 //	mux0 192.0.2.1, 2001:db8:f::1 ---- (veth) ---- wire0, whose XDP program drops and counts
 //	        | default route via 192.0.2.2, 2001:db8:f::2, which are wire0's MAC
 //
-// It has no name, so that the kernel takes it away with the thread, however
-// the process ends.
+// It has no name, so that the kernel takes it away with the process, however
+// that ends.
 type network struct {
-	mux  netlink.Link
-	wire netlink.Link
-	sink link.Link
+	namespace *os.File
+	mux       netlink.Link
+	wire      netlink.Link
+	sink      link.Link
 }
 
-// newNetwork moves the calling thread to a namespace of its own, pins it to
-// a CPU, and builds the network there. The thread is never unlocked, so it ends
-// with its goroutine. cpu < 0 leaves the scheduler its choice.
-func newNetwork(cpu int) (*network, error) {
-	runtime.LockOSThread()
+// newNetwork builds a network and leaves the calling thread, which must be
+// locked, in it.
+func newNetwork() (*network, error) {
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
-		return nil, fmt.Errorf("create network namespace: %w (it needs CAP_SYS_ADMIN)", err)
+		return nil, fmt.Errorf("create network namespace: %w (CAP_SYS_ADMIN is needed)", err)
 	}
-	if cpu >= 0 {
-		var set unix.CPUSet
-		set.Set(cpu)
-		if err := unix.SchedSetaffinity(0, &set); err != nil {
-			return nil, fmt.Errorf("pin to CPU %d: %w", cpu, err)
-		}
+	namespace, err := os.Open("/proc/thread-self/ns/net")
+	if err != nil {
+		return nil, fmt.Errorf("open network namespace: %w", err)
 	}
+	n := &network{namespace: namespace}
 	attributes := netlink.NewLinkAttrs()
 	attributes.Name = "mux0"
 	attributes.NumRxQueues, attributes.NumTxQueues = 1, 1
 	if err := netlink.LinkAdd(&netlink.Veth{LinkAttrs: attributes, PeerName: "wire0"}); err != nil {
 		return nil, fmt.Errorf("create veth mux0: %w", err)
 	}
-	n := &network{}
 	for _, l := range []struct {
 		name string
 		link *netlink.Link
@@ -98,6 +94,14 @@ func (n *network) route() error {
 	return nil
 }
 
+// enter moves the calling thread, which must be locked, into the network.
+func (n *network) enter() error {
+	if err := unix.Setns(int(n.namespace.Fd()), unix.CLONE_NEWNET); err != nil {
+		return fmt.Errorf("enter network namespace: %w", err)
+	}
+	return nil
+}
+
 // attachSink makes wire0 count and drop what arrives; frames sent by XDP reach a
 // veth only if its peer has a program.
 func (n *network) attachSink(p *ebpf.Program) error {
@@ -128,5 +132,5 @@ func (n *network) close() {
 	if n.sink != nil {
 		_ = n.sink.Close()
 	}
-	_ = netlink.LinkDel(n.mux)
+	_ = n.namespace.Close()
 }
