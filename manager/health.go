@@ -140,9 +140,9 @@ func (m *Manager) timers(now time.Time) {
 			continue
 		}
 		if stalled { // this process did not run: others' silence proves nothing
-			n.lastSeen = now
+			n.heard = now
 		}
-		heard[n.name], lost[n.name], addresses[n.name] = n.lastSeen, n.lost, n.addresses
+		heard[n.name], lost[n.name], addresses[n.name] = n.heard, n.lost, n.addresses
 	}
 	m.mu.Unlock()
 

@@ -1,9 +1,13 @@
 package manager
 
 import (
+	"maps"
+	"slices"
+
 	"github.com/prometheus/client_golang/prometheus"
 
 	quartetv1 "github.com/quartet-lb/quartet/api/quartet/v1"
+	"github.com/quartet-lb/quartet/manager/compile"
 )
 
 // metrics are the manager's own; etcd's are in Prometheus' default registry.
@@ -15,7 +19,7 @@ type metrics struct {
 	refused          prometheus.Counter
 	changes, updates *prometheus.CounterVec
 
-	generation, objects, nodes, behind *prometheus.Desc
+	generation, objects, nodes, behind, dips *prometheus.Desc
 }
 
 func newMetrics(m *Manager) *metrics {
@@ -39,6 +43,7 @@ func newMetrics(m *Manager) *metrics {
 		generation: prometheus.NewDesc("quartet_manager_generation", "Published generation.", nil, nil),
 		objects:    prometheus.NewDesc("quartet_manager_objects", "Desired objects.", []string{"kind"}, nil),
 		nodes:      prometheus.NewDesc("quartet_manager_nodes", "Known nodes.", []string{"role", "connected"}, nil),
+		dips:       prometheus.NewDesc("quartet_manager_dips", "DIPs of all endpoints, by state.", []string{"state"}, nil),
 		behind:     prometheus.NewDesc("quartet_manager_nodes_behind", "Connected nodes that do not run what they are to.", []string{"role"}, nil),
 	}
 }
@@ -52,7 +57,7 @@ func (x *metrics) Describe(ch chan<- *prometheus.Desc) {
 	for _, c := range x.own() {
 		c.Describe(ch)
 	}
-	for _, d := range []*prometheus.Desc{x.generation, x.objects, x.nodes, x.behind} {
+	for _, d := range []*prometheus.Desc{x.generation, x.objects, x.nodes, x.behind, x.dips} {
 		ch <- d
 	}
 }
@@ -76,13 +81,21 @@ func (x *metrics) Collect(ch chan<- prometheus.Metric) {
 			}
 		}
 	}
+	results := slices.Collect(maps.Values(x.m.results))
 	x.m.mu.RUnlock()
+	dips := map[string]int{}
+	for _, r := range results {
+		r.CountStates(dips)
+	}
 	gauge := func(d *prometheus.Desc, v float64, labels ...string) {
 		ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
 	}
 	gauge(x.generation, generation)
 	gauge(x.objects, vips, "Vip")
 	gauge(x.objects, pools, "VipPool")
+	for _, state := range []string{compile.Healthy, compile.Unhealthy, compile.Unknown, compile.Draining} {
+		gauge(x.dips, float64(dips[state]), state)
+	}
 	for _, role := range []string{RoleMux, RoleHost} {
 		gauge(x.nodes, connected[role], role, "true")
 		gauge(x.nodes, gone[role], role, "false")

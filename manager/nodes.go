@@ -26,7 +26,8 @@ type node struct {
 	addresses           []netip.Addr
 	stream              *stream // nil: not connected
 	lastSeen            time.Time
-	lost                bool // silent for too long, and acted upon
+	heard               time.Time // lastSeen, or when this manager began to listen
+	lost                bool      // silent for too long, and acted upon
 
 	// As last reported.
 	generation uint64
@@ -40,7 +41,7 @@ type node struct {
 // restoredNode is one that the store knows; now is when this manager began to
 // listen for it.
 func restoredNode(n *quartetv1.NodeState, now time.Time) *node {
-	out := &node{name: n.Name, role: n.Role, version: n.Version, lastSeen: now}
+	out := &node{name: n.Name, role: n.Role, version: n.Version, lastSeen: n.LastSeen.AsTime(), heard: now}
 	out.addresses, _ = parseAddresses(n.Addresses)
 	return out
 }
@@ -142,12 +143,13 @@ func (m *Manager) connect(req *quartetv1.WatchRequest) (*node, *stream, error) {
 	defer m.mu.Unlock()
 	if req.Role == RoleHost {
 		for _, other := range m.nodes {
-			if other.name == req.Name || other.role != RoleHost || other.stream == nil {
+			if other.name == req.Name || other.role != RoleHost {
 				continue
 			}
+			// An address is the first host's to claim it: nodes report health by it.
 			for _, a := range addresses {
 				if slices.Contains(other.addresses, a) {
-					return nil, nil, fmt.Errorf("%w: address %s is %s's, which is connected", ErrPrecondition, a, other.name)
+					return nil, nil, fmt.Errorf("%w: address %s is %s/%s's: if %s replaces it, stop and delete that one first", ErrPrecondition, a, KindHost, other.name, req.Name)
 				}
 			}
 		}
@@ -166,6 +168,7 @@ func (m *Manager) connect(req *quartetv1.WatchRequest) (*node, *stream, error) {
 	known := n.role == req.Role && n.version == req.Version && slices.Equal(n.addresses, addresses)
 	n.role, n.version, n.addresses = req.Role, req.Version, addresses
 	n.lastSeen, n.generation, n.err, n.state = time.Now(), 0, "", "starting"
+	n.heard = n.lastSeen
 	n.stream = &stream{
 		notify: make(chan struct{}, 1), closed: make(chan struct{}), snapshot: true, target: m.generation,
 	}
@@ -291,7 +294,7 @@ func (m *Manager) Report(ctx context.Context, req *quartetv1.ReportRequest) erro
 		return fmt.Errorf("%w: %s is not known: watch first", ErrPrecondition, req.Name)
 	}
 	back := n.lost
-	n.lost, n.lastSeen, n.err, n.state = false, now, req.Error, req.State
+	n.lost, n.lastSeen, n.heard, n.err, n.state = false, now, now, req.Error, req.State
 	if n.stream != nil {
 		n.generation = req.Generation
 		for r := range m.waiters {

@@ -353,12 +353,8 @@ func endpointOf(k *quartetv1.EndpointKey) lb.Endpoint {
 func (r *Result) Dips() []*quartetv1.DipStatus {
 	var out []*quartetv1.DipStatus
 	for f := range 2 {
-		i := slices.IndexFunc(r.Addresses, func(a *quartetv1.VipAddress) bool { return (len(a.Address) == 16) == (f == 1) })
-		if i < 0 {
-			continue
-		}
-		for j, e := range r.Vip.Endpoints {
-			m := r.Endpoints[i*len(r.Vip.Endpoints)+j]
+		for j, m := range r.endpoints(f) {
+			e := r.Vip.Endpoints[j]
 			counts := make([]uint32, len(m.Dips))
 			for b := 0; b < len(m.Buckets); b += 2 {
 				counts[binary.LittleEndian.Uint16(m.Buckets[b:])]++
@@ -381,4 +377,25 @@ func (r *Result) Dips() []*quartetv1.DipStatus {
 	}
 	slices.SortStableFunc(out, func(a, b *quartetv1.DipStatus) int { return strings.Compare(a.Endpoint, b.Endpoint) })
 	return out
+}
+
+// endpoints are those of the VIP's first address of a family, as all others are.
+func (r *Result) endpoints(family int) []*quartetv1.MuxEndpoint {
+	i := slices.IndexFunc(r.Addresses, func(a *quartetv1.VipAddress) bool { return (len(a.Address) == 16) == (family == 1) })
+	if i < 0 {
+		return nil
+	}
+	n := len(r.Vip.Endpoints)
+	return r.Endpoints[i*n : (i+1)*n]
+}
+
+// CountStates adds the number of the VIP's DIPs in each state.
+func (r *Result) CountStates(states map[string]int) {
+	for f := range 2 {
+		for _, m := range r.endpoints(f) {
+			for _, d := range m.Dips {
+				states[d.State]++
+			}
+		}
+	}
 }

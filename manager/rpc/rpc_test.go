@@ -640,7 +640,7 @@ func TestWatchRefused(t *testing.T) {
 		r    *quartetv1.WatchRequest
 		want string
 	}{
-		{&quartetv1.WatchRequest{Name: "host2", Role: "host", Addresses: []string{"10.0.0.1"}}, "address 10.0.0.1 is host1's"},
+		{&quartetv1.WatchRequest{Name: "host2", Role: "host", Addresses: []string{"10.0.0.1"}}, "address 10.0.0.1 is Host/host1's"},
 		{&quartetv1.WatchRequest{Name: "host2", Role: "host", Addresses: []string{"x"}}, `"x" is not an address`},
 		{&quartetv1.WatchRequest{Name: "host2", Role: "host", Term: 1 << 40}, "the manager's state was replaced"},
 	} {
