@@ -1102,7 +1102,7 @@ INLINE enum exit take_out(struct __sk_buff *skb)
 			return EXIT_OUT_NOT_OURS;
 		parsed = parse_out(skb, p, &out.quoted);
 	}
-	if (parsed != PARSED_OK)
+	if (parsed != PARSED_OK || (__u32)p->l3_offset + p->l3_length > skb->len)
 		return EXIT_OUT_NOT_OURS;
 
 	__u8 families = vip_family(p);

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"encoding/hex"
 	"fmt"
-	"maps"
 	"net/netip"
 	"os"
 	"strings"
@@ -67,11 +66,7 @@ func rule(tunnel string, protocol lb.Protocol, vip, dip string, dipPort uint16) 
 func run(t testing.TB, d *Datapath, p *ebpf.Program, in []byte) (verdict int32, out []byte, exit string) {
 	t.Helper()
 	before := exits(t, d)
-	o := ebpf.RunOptions{Data: in, DataOut: make([]byte, len(in)+256)}
-	ret, err := p.Run(&o)
-	if err != nil {
-		t.Fatalf("run %s on %d bytes: %v", p, len(in), err)
-	}
+	verdict, out = runOnly(t, p, in)
 	for label, n := range exits(t, d) {
 		switch n - before[label] {
 		case 0:
@@ -81,7 +76,17 @@ func run(t testing.TB, d *Datapath, p *ebpf.Program, in []byte) (verdict int32, 
 			t.Fatalf("counter %s moved by %d", label, n-before[label])
 		}
 	}
-	return int32(ret), o.DataOut, exit
+	return verdict, out, exit
+}
+
+func runOnly(t testing.TB, p *ebpf.Program, in []byte) (verdict int32, out []byte) {
+	t.Helper()
+	o := ebpf.RunOptions{Data: in, DataOut: make([]byte, len(in)+256)}
+	ret, err := p.Run(&o)
+	if err != nil {
+		t.Fatalf("run %s on %d bytes: %v", p, len(in), err)
+	}
+	return int32(ret), o.DataOut
 }
 
 func exits(t testing.TB, d *Datapath) map[string]uint64 {
@@ -221,5 +226,3 @@ func meterMap(t testing.TB, d *Datapath) map[string]Meter {
 	}
 	return byName
 }
-
-var _ = maps.Keys[map[int]int]
