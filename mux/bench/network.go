@@ -1,6 +1,7 @@
 package bench
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
@@ -42,6 +43,11 @@ func newNetwork() (*network, error) {
 	attributes.NumRxQueues, attributes.NumTxQueues = 1, 1
 	if err := netlink.LinkAdd(&netlink.Veth{LinkAttrs: attributes, PeerName: "wire0"}); err != nil {
 		return nil, fmt.Errorf("create veth mux0: %w", err)
+	}
+	// wire0 must send nothing of its own, which the mux would count.
+	err = os.WriteFile("/proc/sys/net/ipv6/conf/wire0/disable_ipv6", []byte("1"), 0)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, fmt.Errorf("disable IPv6 on wire0: %w", err)
 	}
 	for _, l := range []struct {
 		name string

@@ -90,7 +90,7 @@ var rows = []struct{ name, words string }{
 func (r *Report) Write(out io.Writer) error {
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintf(w, "ns per packet, net of the stub\thash\tspread\ttable\tspread\tKatran\t\n")
-	fmt.Fprintf(w, "not to a VIP\t%s\t%s\t\n", r.cells("no_vip_ns"), "\t"+katranCell("no_vip"))
+	fmt.Fprintf(w, "not to a VIP\t%s\t\t\t%s\t\n", r.cells("no_vip_ns"), katranCell("no_vip"))
 	for _, row := range rows {
 		if _, measured := r.Figures["hash_"+row.name+"_ns"]; !measured {
 			continue
