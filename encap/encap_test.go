@@ -26,7 +26,7 @@ func bytesOf(t testing.TB, text string) []byte {
 	return b
 }
 
-// 198.51.100.7 > 203.0.113.10 UDP 40000 > 80, four bytes, TTL 62, DSCP 46, ECT(0), id 1234, and the same over IPv6.
+// 198.51.100.7 > 203.0.113.10 UDP 40000 > 80, four bytes, TTL 62, DSCP 46, ECN 2, id 1234, and the same over IPv6.
 const (
 	udp4 = "45ba0020 1234 0000 3e11 039a c6336407 cb00710a  9c400050 000c0000 61626364"
 	udp6 = "6ba00000 000c 113e 20010db8000100000000000000000007 20010db8000000000000000000000010  9c400050 000c0000 61626364"
@@ -226,7 +226,7 @@ func TestDecapsulateRefuses(t *testing.T) {
 // RFC 6040, figure 4; rows are the inner codepoint, columns the outer.
 func TestECN(t *testing.T) {
 	const notECT, ect1, ect0, ce, drop = 0, 1, 2, 3, 4
-	want := map[int][4]int{ // by outer: Not-ECT, ECT(1), ECT(0), CE
+	want := map[int][4]int{ // by the outer codepoint, 0 to 3
 		notECT: {notECT, notECT, notECT, drop},
 		ect1:   {ect1, ect1, ect1, ce},
 		ect0:   {ect0, ect1, ect0, ce},

@@ -101,7 +101,7 @@ func httpChecker(scheme string, h *quartetv1.HttpCheck, dip netip.AddrPort) (che
 			}
 			return err
 		}
-		response.Body.Close()
+		_ = response.Body.Close()
 		if got := uint32(response.StatusCode); len(h.Statuses) == 0 && (got < 200 || got > 299) {
 			return fmt.Errorf("status %d, 200..299 is wanted", got)
 		} else if len(h.Statuses) > 0 && !slices.Contains(h.Statuses, got) {
@@ -129,7 +129,7 @@ func grpcChecker(service string, dip netip.AddrPort) checker {
 		if err != nil {
 			return err
 		}
-		defer connection.Close()
+		defer func() { _ = connection.Close() }()
 		response, err := healthpb.NewHealthClient(connection).Check(ctx, &healthpb.HealthCheckRequest{Service: service})
 		if status.Code(err) == codes.DeadlineExceeded {
 			return context.DeadlineExceeded
@@ -185,7 +185,7 @@ func commandChecker(argv []string, dip netip.AddrPort, commands string) (checker
 			return fmt.Errorf("%s is not executable", program)
 		}
 		if line, _, _ := strings.Cut(strings.TrimSpace(output.String()), "\n"); line != "" {
-			return fmt.Errorf("%s: %s", err, line)
+			return fmt.Errorf("%w: %s", err, line)
 		}
 		return err
 	}, nil
