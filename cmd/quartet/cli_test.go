@@ -197,7 +197,7 @@ var varies = []struct {
 	{regexp.MustCompile(`\b[0-9a-f]{16}\b`), "HASH"},
 	{regexp.MustCompile(`"(at|last_seen|since|interval_seconds|elapsed_ms|muxes_elapsed_ms)": ("[^"]*"|[0-9.e-]+)`), `"$1": N`},
 	{regexp.MustCompile(`(?m)^( *)(last_seen|since|elapsed_ms|muxes_elapsed_ms): .*$`), `$1$2: N`},
-	{regexp.MustCompile(`quartet (unknown|[0-9a-f]{12}(-modified)?)\n`), "quartet VERSION\n"},
+	{regexp.MustCompile(`(quartet|manager) (unknown|[0-9a-f]{12}(-modified)?)\n`), "$1 VERSION\n"},
 }
 
 // play runs a transcript: each line "$ quartet ..." with what it prints, errors

@@ -109,7 +109,7 @@ func list(ctx context.Context, client quartetv1connect.OperatorServiceClient, wh
 			merged.Pools = append(merged.Pools, r.GetPools()...)
 			merged.Nodes = append(merged.Nodes, r.GetNodes()...)
 			merged.Dips = append(merged.Dips, r.GetDips()...)
-			merged.Generation = r.GetGeneration()
+			merged.Generation, merged.Version = r.GetGeneration(), r.GetVersion()
 		}
 		all = append(all, merged)
 	}

@@ -13,7 +13,7 @@ func versionCommand(c *cli) *cobra.Command {
 	var client bool
 	cmd := &cobra.Command{
 		Use:   "version",
-		Short: "Show the versions of this command and of the nodes",
+		Short: "Show the versions of this command, the manager and the nodes",
 		Args:  args(cobra.NoArgs),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			fmt.Fprintf(c.out, "quartet %s\n", daemon.Version())
@@ -28,6 +28,7 @@ func versionCommand(c *cli) *cobra.Command {
 			if err != nil {
 				return err
 			}
+			fmt.Fprintf(c.out, "manager %s\n", lists[0].GetVersion())
 			t := &table{}
 			t.add("NODE", "ROLE", "VERSION", "STATE")
 			for _, n := range append(append([]*quartetv1.NodeStatus(nil), lists[0].GetNodes()...), lists[1].GetNodes()...) {
