@@ -109,7 +109,7 @@ type Manager struct {
 	distrust   bool            // too many agents are silent to believe it
 	nodes      map[string]*node
 	waiters    map[*rollout]bool
-	traces     map[string]chan *quartetv1.TraceReplyRequest
+	traces     map[string]trace // by id
 	traceID    uint64
 }
 
@@ -143,7 +143,7 @@ func New(ctx context.Context, s *store.Store, cfg Config) (*Manager, error) {
 		drainedDIPs: st.DrainedDIPs, drainedMuxes: st.DrainedMuxes,
 		generation: st.Generation, results: map[string]*compile.Result{}, changed: map[string]uint64{},
 		byHost: map[netip.Addr]map[string]bool{}, drained: map[string]bool{}, nodes: map[string]*node{},
-		waiters: map[*rollout]bool{}, traces: map[string]chan *quartetv1.TraceReplyRequest{},
+		waiters: map[*rollout]bool{}, traces: map[string]trace{},
 	}
 	var objects []object.Object
 	for _, p := range st.Pools {
@@ -489,7 +489,6 @@ func (m *Manager) publish(b *batch, generation uint64, changes map[string]compil
 			}
 		}
 	}
-	everyMux := false
 	hosts := map[netip.Addr]bool{}
 	for name, c := range changes {
 		if c.After != nil {
@@ -504,14 +503,15 @@ func (m *Manager) publish(b *batch, generation uint64, changes map[string]compil
 			m.prefixes.add(c.Before, -1)
 		}
 		m.index(name, c.Before, c.After)
-		everyMux = everyMux || c.ConcernsMuxes()
 		for _, a := range c.ConcernsHosts() {
 			hosts[a] = true
 		}
 	}
 	announced := m.announce
 	m.announce = m.prefixes.list()
-	everyMux = everyMux || !slices.Equal(announced, m.announce)
+	// Muxes hear of each change of a VIP, also of one that only concerns hosts,
+	// so that their generation says that they are current.
+	everyMux := len(changes) > 0 || !slices.Equal(announced, m.announce)
 	for name := range b.muxes {
 		_, m.drained[name] = m.drainedMuxes[name]
 	}

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -330,48 +331,31 @@ func hasDIP(v *quartetv1.Vip, dip string) bool {
 // List returns desired objects and what is observed of them, in order of their
 // names. Errors: *Invalid, ErrNotFound.
 func (m *Manager) List(kind, name string) (*quartetv1.ListResponse, error) {
-	m.mu.RLock()
-	defer m.mu.RUnlock()
-	out := &quartetv1.ListResponse{Generation: m.generation, Version: daemon.Version()}
-	results := func() []*compile.Result {
-		var all []*compile.Result
-		for _, r := range m.results {
-			all = append(all, r)
-		}
-		slices.SortFunc(all, func(a, b *compile.Result) int { return strings.Compare(a.Vip.Name, b.Vip.Name) })
-		return all
-	}
+	o := m.observe(kind, name)
+	out := &quartetv1.ListResponse{Generation: o.generation, Version: daemon.Version()}
 	n := 0
 	switch kind {
 	case object.KindVip:
-		all := results()
-		if name != "" {
-			all = nil
-			if r := m.results[name]; r != nil {
-				all = append(all, r)
-			}
-		}
-		for _, r := range all {
-			out.Vips = append(out.Vips, m.vipStatus(r))
+		for _, r := range o.results {
+			out.Vips = append(out.Vips, o.vipStatus(r))
 		}
 		n = len(out.Vips)
 	case object.KindVipPool:
-		for _, p := range m.pools {
+		for _, p := range o.pools {
 			if name == "" || p.Name == name {
 				out.Pools = append(out.Pools, p)
 			}
 		}
 		n = len(out.Pools)
 	case KindMux, KindHost:
-		for _, x := range m.nodes {
-			if kindOf(x.role) == kind && (name == "" || x.name == name) {
-				out.Nodes = append(out.Nodes, m.nodeStatus(x))
+		for _, s := range o.nodes {
+			if kindOf(s.Role) == kind && (name == "" || s.Name == name) {
+				out.Nodes = append(out.Nodes, s)
 			}
 		}
-		slices.SortFunc(out.Nodes, func(a, b *quartetv1.NodeStatus) int { return strings.Compare(a.Name, b.Name) })
 		n = len(out.Nodes)
 	case KindDip:
-		for _, r := range results() {
+		for _, r := range o.results {
 			if name != "" && !hasDIP(r.Vip, name) {
 				continue
 			}
@@ -394,46 +378,80 @@ func (m *Manager) List(kind, name string) (*quartetv1.ListResponse, error) {
 	return out, nil
 }
 
-// vipStatus is what is observed of a VIP; mu is held.
-func (m *Manager) vipStatus(r *compile.Result) *quartetv1.VipStatus {
-	s := &quartetv1.VipStatus{Vip: r.Vip, Generation: m.changed[r.Vip.Name], Dips: r.Dips()}
-	s.Warnings = append(s.Warnings, r.Warnings...)
-	agents := map[netip.Addr]*node{}
+// observed is what a list is made from, taken at one moment; making it takes
+// longer than the manager's lock should be held.
+type observed struct {
+	generation uint64
+	results    []*compile.Result // in order of their names
+	changed    map[string]uint64
+	pools      []*quartetv1.VipPool
+	nodes      []*quartetv1.NodeStatus // in order of their names
+	lost       map[string]bool         // host agents
+	agents     map[netip.Addr]*quartetv1.NodeStatus
+	distrust   bool
+}
+
+func (m *Manager) observe(kind, name string) *observed {
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	o := &observed{
+		generation: m.generation, changed: map[string]uint64{}, pools: m.pools, distrust: m.distrust,
+		lost: map[string]bool{}, agents: map[netip.Addr]*quartetv1.NodeStatus{},
+	}
+	if kind == object.KindVip && name != "" {
+		if r := m.results[name]; r != nil {
+			o.results = append(o.results, r)
+		}
+	} else if kind == object.KindVip || kind == KindDip {
+		o.results = slices.Collect(maps.Values(m.results))
+		slices.SortFunc(o.results, func(a, b *compile.Result) int { return strings.Compare(a.Vip.Name, b.Vip.Name) })
+	}
+	for _, r := range o.results {
+		o.changed[r.Vip.Name] = m.changed[r.Vip.Name]
+	}
 	for _, n := range m.nodes {
-		switch n.role {
-		case RoleMux:
-			if n.stream != nil {
-				s.Muxes++
-				if n.generation >= s.Generation {
-					s.MuxesCurrent++
-				}
-			}
-		case RoleHost:
+		s := nodeStatus(n, m.generation)
+		o.nodes = append(o.nodes, s)
+		o.lost[n.name] = n.lost
+		if n.role == RoleHost {
 			for _, a := range n.addresses {
-				if other := agents[a]; other == nil || other.stream == nil {
-					agents[a] = n
-				}
+				o.agents[a] = s
+			}
+		}
+	}
+	slices.SortFunc(o.nodes, func(a, b *quartetv1.NodeStatus) int { return strings.Compare(a.Name, b.Name) })
+	return o
+}
+
+func (o *observed) vipStatus(r *compile.Result) *quartetv1.VipStatus {
+	s := &quartetv1.VipStatus{Vip: r.Vip, Generation: o.changed[r.Vip.Name], Dips: r.Dips()}
+	s.Warnings = append(s.Warnings, r.Warnings...)
+	for _, n := range o.nodes {
+		if n.Role == RoleMux && n.Connected {
+			s.Muxes++
+			if n.Generation >= s.Generation {
+				s.MuxesCurrent++
 			}
 		}
 	}
 	for _, a := range r.Hosts {
-		switch n := agents[a]; {
+		switch n := o.agents[a]; {
 		case n == nil:
 			s.Warnings = append(s.Warnings, fmt.Sprintf("no host agent has connected from %s: its DIPs get no packets", a))
-		case n.lost:
-			s.Warnings = append(s.Warnings, fmt.Sprintf("host agent %s (%s) is silent since %s: its checked DIPs are out of rotation", n.name, a, n.lastSeen.UTC().Format(time.RFC3339)))
-		case n.stream == nil:
-			s.Warnings = append(s.Warnings, fmt.Sprintf("host agent %s (%s) is not connected: its DIPs keep their last state", n.name, a))
+		case o.lost[n.Name]:
+			s.Warnings = append(s.Warnings, fmt.Sprintf("host agent %s (%s) is silent since %s: its checked DIPs are out of rotation", n.Name, a, n.LastSeen.AsTime().Format(time.RFC3339)))
+		case !n.Connected:
+			s.Warnings = append(s.Warnings, fmt.Sprintf("host agent %s (%s) is not connected: its DIPs keep their last state", n.Name, a))
 		}
 	}
-	if m.distrust {
+	if o.distrust {
 		s.Warnings = append(s.Warnings, "most host agents are silent: DIPs keep their last state")
 	}
 	return s
 }
 
 // nodeStatus is what is observed of a node; mu is held.
-func (m *Manager) nodeStatus(n *node) *quartetv1.NodeStatus {
+func nodeStatus(n *node, generation uint64) *quartetv1.NodeStatus {
 	s := &quartetv1.NodeStatus{
 		Name: n.name, Role: n.role, Version: n.version, Connected: n.stream != nil,
 		LastSeen: timestamppb.New(n.lastSeen), Generation: n.generation, State: n.state, Error: n.err,
@@ -444,7 +462,7 @@ func (m *Manager) nodeStatus(n *node) *quartetv1.NodeStatus {
 	}
 	if n.stream == nil {
 		s.State = "gone"
-		s.GenerationTarget = m.generation
+		s.GenerationTarget = generation
 	} else {
 		s.GenerationTarget = n.stream.target
 	}
@@ -486,6 +504,12 @@ func (m *Manager) Top() *quartetv1.TopResponse {
 // traceTimeout is how long a mux has to answer a trace.
 const traceTimeout = 5 * time.Second
 
+// trace is one that a mux has been asked for.
+type trace struct {
+	mux   string
+	reply chan *quartetv1.TraceReplyRequest // holds one
+}
+
 // Trace has a mux run a packet through its program; empty: any connected mux
 // that runs tables. Errors: ErrNotFound, ErrUnavailable.
 func (m *Manager) Trace(ctx context.Context, mux string, packet *quartetv1.TracePacket) (*quartetv1.TraceResponse, error) {
@@ -510,9 +534,9 @@ func (m *Manager) Trace(ctx context.Context, mux string, packet *quartetv1.Trace
 		return nil, fmt.Errorf("%w: mux %q is not connected; connected: %s", ErrNotFound, mux, strings.Join(connected, ", "))
 	}
 	m.traceID++
-	id := fmt.Sprintf("%s-%d", to.name, m.traceID)
+	id := fmt.Sprint(m.traceID)
 	reply := make(chan *quartetv1.TraceReplyRequest, 1)
-	m.traces[id] = reply
+	m.traces[id] = trace{to.name, reply}
 	to.stream.traces = append(to.stream.traces, &quartetv1.TraceCommand{Id: id, Packet: packet})
 	to.stream.wake()
 	m.mu.Unlock()
@@ -543,13 +567,13 @@ func (m *Manager) Trace(ctx context.Context, mux string, packet *quartetv1.Trace
 // TraceReply takes a mux's answer. An answer that nobody waits for is dropped.
 func (m *Manager) TraceReply(req *quartetv1.TraceReplyRequest) {
 	m.mu.RLock()
-	reply := m.traces[req.Id]
+	t, ok := m.traces[req.Id]
 	m.mu.RUnlock()
-	if reply == nil || !strings.HasPrefix(req.Id, req.Name+"-") {
+	if !ok || t.mux != req.Name {
 		return
 	}
 	select {
-	case reply <- req:
+	case t.reply <- req:
 	default:
 	}
 }

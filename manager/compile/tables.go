@@ -80,12 +80,6 @@ func HostDelta(changes []Change, addresses []netip.Addr, d *quartetv1.HostDelta)
 	}
 }
 
-// ConcernsMuxes says whether muxes have anything to do.
-func (c Change) ConcernsMuxes() bool {
-	return c.Before == nil || c.After == nil ||
-		!slices.Equal(c.Before.Addresses, c.After.Addresses) || !slices.Equal(c.Before.Endpoints, c.After.Endpoints)
-}
-
 // ConcernsHosts are the addresses of the host agents that may have anything to do.
 func (c Change) ConcernsHosts() []netip.Addr {
 	if c.Before != nil && c.After != nil && c.Before.Vip == c.After.Vip {

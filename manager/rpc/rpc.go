@@ -15,6 +15,8 @@ import (
 
 	"connectrpc.com/connect"
 	"google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
 
 	quartetv1 "github.com/quartet-lb/quartet/api/quartet/v1"
 	"github.com/quartet-lb/quartet/api/quartet/v1/quartetv1connect"
@@ -55,7 +57,7 @@ func NewServer(ctx context.Context, m *manager.Manager, c Config) *http.Server {
 	mux := http.NewServeMux()
 	auth := connect.WithInterceptors(authorize{secure: c.TLS != nil})
 	limit := connect.WithReadMaxBytes(maxRequest)
-	mux.Handle(quartetv1connect.NewOperatorServiceHandler(&operators{m}, auth, limit))
+	mux.Handle(quartetv1connect.NewOperatorServiceHandler(&operators{m}, auth, limit, connect.WithCodec(jsonCodec{})))
 	// Tables hardly compress, and each mux would cost a gzip of them.
 	mux.Handle(quartetv1connect.NewNodeServiceHandler(&nodes{m}, auth, limit, connect.WithCompression("gzip", nil, nil)))
 	h := &healthService{ready: c.Ready}
@@ -81,6 +83,23 @@ func NewServer(ctx context.Context, m *manager.Manager, c Config) *http.Server {
 			WriteByteTimeout: 30 * time.Second,
 		},
 	}
+}
+
+// jsonCodec is JSON with the schema's names, as operators write them in YAML,
+// and refuses fields that it does not know.
+type jsonCodec struct{}
+
+func (jsonCodec) Name() string { return "json" }
+
+func (jsonCodec) Marshal(m any) ([]byte, error) {
+	return protojson.MarshalOptions{UseProtoNames: true}.Marshal(m.(proto.Message))
+}
+
+func (jsonCodec) Unmarshal(b []byte, m any) error {
+	if len(b) == 0 {
+		return errors.New("an empty body is not JSON: send at least {}")
+	}
+	return protojson.Unmarshal(b, m.(proto.Message))
 }
 
 // peer is who calls, by certificate.

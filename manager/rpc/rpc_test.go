@@ -768,6 +768,18 @@ func TestProtocols(t *testing.T) {
 		if err := json.Unmarshal(body, &out); err != nil || resp.Proto != name || len(out.Vips) != 1 || out.Vips[0].Vip.Name != "web" {
 			t.Errorf("JSON over %s (%s): %s", name, resp.Proto, body)
 		}
+		if !strings.Contains(string(body), `"buckets_total"`) {
+			t.Errorf("JSON with other names than the schema's: %s", body)
+		}
+		resp, err = c.Post(f.url+"/quartet.v1.OperatorService/List", "application/json", strings.NewReader(`{"knd":"Vip"}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		body, _ = io.ReadAll(resp.Body)
+		resp.Body.Close()
+		if resp.StatusCode != http.StatusBadRequest || !strings.Contains(string(body), `unknown field \"knd\"`) {
+			t.Errorf("an unknown field: %s %s", resp.Status, body)
+		}
 		resp, err = c.Get(f.url + "/healthz")
 		if err != nil || resp.StatusCode != http.StatusOK {
 			t.Errorf("healthz: %v, %v", resp, err)

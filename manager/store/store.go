@@ -59,8 +59,9 @@ const (
 	// maxRequest bounds one transaction in bytes.
 	maxRequest = 64 << 20
 	maxTxnOps  = 100_000
-	// leaseSeconds is how long a dead leader's key outlives it.
-	leaseSeconds = 10
+	// leaseSeconds is how long the process may be stopped without losing the
+	// election; a successor in the same directory does not wait for it.
+	leaseSeconds = 60
 	// compactEvery is how many revisions are kept at most; nothing reads old ones.
 	compactEvery = 1000
 	// commitTimeout bounds one transaction: fsync on a disk in trouble.
@@ -267,18 +268,16 @@ func (s *Store) disarm(ctx context.Context) error {
 	return nil
 }
 
-// elect becomes the leader. A key that a former process of this name left is
-// removed first: it is dead, as this one holds the directory's lock.
+// elect becomes the leader. Keys that are left in the directory are removed
+// first: who made them is dead, as this process holds the directory's lock.
 func (s *Store) elect(ctx context.Context, name string) error {
 	old, err := s.client.Get(ctx, keyElection+"/", clientv3.WithPrefix())
 	if err != nil {
 		return err
 	}
 	for _, kv := range old.Kvs {
-		if string(kv.Value) == name {
-			if _, err := s.client.Revoke(ctx, clientv3.LeaseID(kv.Lease)); err != nil && !errors.Is(err, rpctypes.ErrLeaseNotFound) {
-				return err
-			}
+		if _, err := s.client.Revoke(ctx, clientv3.LeaseID(kv.Lease)); err != nil && !errors.Is(err, rpctypes.ErrLeaseNotFound) {
+			return err
 		}
 	}
 	if s.session, err = concurrency.NewSession(s.client, concurrency.WithTTL(leaseSeconds)); err != nil {
