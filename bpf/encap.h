@@ -42,8 +42,7 @@ INLINE void write_outer_ipv4(struct iphdr *ip, __be32 src, __be32 dst, __u8 prot
 {
 	__be16 frag_off = df ? bpf_htons(0x4000) : 0;
 
-	ip->version = 4;
-	ip->ihl = 5;
+	*(__u8 *)ip = 0x45; /* version and length; bit fields would be read first */
 	ip->tos = tos;
 	ip->tot_len = bpf_htons(length);
 	ip->id = id;

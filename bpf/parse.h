@@ -115,7 +115,6 @@ INLINE enum parsed parse_ethernet(struct cursor *c, struct packet *p)
 		return PARSED_TRUNCATED;
 	__be16 proto = eth->h_proto;
 	c->pos = eth + 1;
-	p->vlan_tags = 0;
 
 #pragma unroll
 	for (int i = 0; i < MAX_VLAN_TAGS; i++) {
@@ -126,10 +125,13 @@ INLINE enum parsed parse_ethernet(struct cursor *c, struct packet *p)
 			return PARSED_TRUNCATED;
 		proto = tag->proto;
 		c->pos = tag + 1;
-		p->vlan_tags++;
 	}
 	p->l3_proto = proto;
-	p->l3_offset = sizeof(*eth) + p->vlan_tags * sizeof(struct vlan_header);
+	/* A difference of pointers is a number that the verifier knows nothing
+	 * of: what follows is checked once, not for each number of tags. */
+	p->l3_offset = CURSOR_OFFSET(c);
+	p->vlan_tags = (p->l3_offset - sizeof(*eth)) / sizeof(struct vlan_header);
+	c->pos = c->start + (p->l3_offset & 0x1f);
 	if (proto != bpf_htons(ETH_P_IP) && proto != bpf_htons(ETH_P_IPV6))
 		return PARSED_NOT_IP;
 	return PARSED_OK;
@@ -153,7 +155,6 @@ INLINE enum parsed parse_ipv4(struct cursor *c, struct packet *p)
 	if (ip->version != 4 || header < sizeof(*ip) || length < header)
 		return PARSED_INVALID;
 
-	p->flags = 0;
 	p->src[0] = ip->saddr;
 	p->dst[0] = ip->daddr;
 	p->l4_proto = ip->protocol;
@@ -161,8 +162,7 @@ INLINE enum parsed parse_ipv4(struct cursor *c, struct packet *p)
 	p->ttl = ip->ttl;
 	p->tos = ip->tos;
 	__u16 fragment = bpf_ntohs(ip->frag_off);
-	if (fragment & 0x4000)
-		p->flags |= PACKET_DF;
+	p->flags = (fragment >> 14 & 1) * PACKET_DF;
 	if (fragment & 0x3fff) {
 		p->fragment_id = ip->id;
 		p->flags |= fragment & 0x1fff ? PACKET_LATER_FRAGMENT : PACKET_FIRST_FRAGMENT;
@@ -283,10 +283,12 @@ INLINE enum parsed parse_tcp(struct cursor *c, struct packet *p)
 		return PARSED_INVALID;
 	p->src_port = tcp->source;
 	p->dst_port = tcp->dest;
-	if (tcp->syn && !tcp->rst)
-		p->flags |= tcp->ack ? PACKET_SYN_ACK : PACKET_SYN;
-	if (tcp->rst || tcp->fin)
-		p->flags |= PACKET_RST_OR_FIN;
+	/* Flags FIN, SYN, RST and ACK are bits 0, 1, 2 and 4. Without branches,
+	 * whose every outcome the verifier would follow to the program's end. */
+	__u32 f = ((__u8 *)tcp)[13];
+	__u32 syn = f >> 1 & ~(f >> 2) & 1, ack = f >> 4 & 1;
+	p->flags |= (syn & ~ack) * PACKET_SYN | (syn & ack) * PACKET_SYN_ACK |
+		    ((f | f >> 2) & 1) * PACKET_RST_OR_FIN;
 	return PARSED_OK;
 }
 

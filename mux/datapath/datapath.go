@@ -59,6 +59,9 @@ type Config struct {
 	Generic bool
 }
 
+// endpointRecord is one of muxEndpointLine's entries.
+type endpointRecord struct{ Key, Word uint64 }
+
 // Datapath is an attached mux. Its methods may be called concurrently.
 type Datapath struct {
 	config Config
@@ -67,30 +70,35 @@ type Datapath struct {
 	maps   muxMaps
 	mux    *ebpf.Program
 	trace  *ebpf.Program
-	hops   *neighbours
+	// readClock tells the time by which connection entries are dated.
+	readClock *ebpf.Program
+	hops      *neighbours
 
-	settings        *muxSettings
-	endpointRecords []muxEndpoint
-	dipRecords      []muxDip
-	flowLines       []muxFlowLine
-	traces          []muxTrace
+	settings      *muxSettings
+	vip4Lines     []muxVip4Line
+	vip6Lines     []muxVip6Line
+	endpointLines []muxEndpointLine
+	dipRecords    []muxDip
+	flowLines     []muxFlowLine
+	traces        []muxTrace
 
 	exitNames, eventNames []string
 
 	// injectFailure makes a named step of apply fail, for tests.
 	injectFailure func(step string) error
 
-	mu          sync.Mutex
-	closed      bool
-	vips        map[netip.Addr]*vip
-	endpoints   map[lb.Endpoint]*endpoint
-	vipIDs      ids
-	endpointIDs ids
-	dipIDs      ids
-	buckets     bucketSpace
-	lastSweep   FlowTable
-	links       map[string]link.Link
-	pending     bool // another layout's program forwards until the first Replace
+	mu            sync.Mutex
+	closed        bool
+	vips          map[netip.Addr]*vip
+	endpoints     map[lb.Endpoint]*endpoint
+	vip4Table     slotTable
+	vip6Table     slotTable
+	endpointTable slotTable
+	dipIDs        ids
+	buckets       bucketSpace
+	lastSweep     FlowTable
+	links         map[string]link.Link
+	pending       bool // another layout's program forwards until the first Replace
 }
 
 func (c *Config) setDefaults() error {
@@ -210,16 +218,16 @@ func (d *Datapath) open() error {
 // resize sets the maps' sizes by the configuration.
 func (d *Datapath) resize() {
 	m := d.spec.Maps
-	m[muxMapVips4].MaxEntries = uint32(d.config.VIPs)
-	m[muxMapVips6].MaxEntries = uint32(d.config.VIPs)
-	m[muxMapEndpointIds].MaxEntries = uint32(d.config.Endpoints)
-	m[muxMapEndpoints].MaxEntries = uint32(d.config.Endpoints)
+	d.vip4Table = newSlotTable("IPv4 VIP addresses", d.config.VIPs, vips4PerLine, probeLines)
+	d.vip6Table = newSlotTable("IPv6 VIP addresses", d.config.VIPs, vips6PerLine, probeLinesVIP6)
+	d.endpointTable = newSlotTable("endpoints", d.config.Endpoints, endpointsLine, probeLines)
+	m[muxMapVips4].MaxEntries = d.vip4Table.mask + 1
+	m[muxMapVips6].MaxEntries = d.vip6Table.mask + 1
+	m[muxMapEndpoints].MaxEntries = d.endpointTable.mask + 1
 	m[muxMapDips].MaxEntries = uint32(d.config.DIPs) + 1
 	m[muxMapCounters].MaxEntries = uint32(d.config.DIPs) + 1
 	m[muxMapFlows].MaxEntries = d.flowLineCount()
-	d.vipIDs = ids{what: "VIP addresses", next: 1, end: uint32(d.config.VIPs) + 1}
-	d.endpointIDs = ids{what: "endpoints", next: 0, end: uint32(d.config.Endpoints)}
-	d.dipIDs = ids{what: "DIPs", next: 1, end: uint32(d.config.DIPs) + 1, swept: true}
+	d.dipIDs = ids{next: 1, end: uint32(d.config.DIPs) + 1}
 }
 
 // flowLineCount is the power of two that leaves a line's eight entries four
@@ -262,8 +270,20 @@ func (d *Datapath) load() error {
 		m.Name = name
 		m.Pinning = ebpf.PinByName
 	}
-	if err := d.spec.Variables[muxVarFlowLineMask].Set(d.flowLineCount() - 1); err != nil {
-		return err
+	var tick unix.Timespec
+	if err := unix.ClockGetres(unix.CLOCK_MONOTONIC_COARSE, &tick); err != nil {
+		return fmt.Errorf("length of a tick: %w", err)
+	}
+	for name, value := range map[string]any{
+		muxVarFlowLineMask:     d.flowLineCount() - 1,
+		muxVarVip4LineMask:     d.vip4Table.mask,
+		muxVarVip6LineMask:     d.vip6Table.mask,
+		muxVarEndpointLineMask: d.endpointTable.mask,
+		muxVarTickNs:           uint64(tick.Nano()),
+	} {
+		if err := d.spec.Variables[name].Set(value); err != nil {
+			return err
+		}
 	}
 	var objects muxObjects
 	if err := d.spec.LoadAndAssign(&objects, &ebpf.CollectionOptions{
@@ -271,7 +291,7 @@ func (d *Datapath) load() error {
 	}); err != nil {
 		return err
 	}
-	d.mux, d.maps = objects.Mux, objects.muxMaps
+	d.mux, d.readClock, d.maps = objects.Mux, objects.ReadClock, objects.muxMaps
 	return nil
 }
 
@@ -281,7 +301,13 @@ func (d *Datapath) mapAll() error {
 		return err
 	}
 	d.settings = &settings[0]
-	if d.endpointRecords, err = mapMemory[muxEndpoint](d.maps.Endpoints); err != nil {
+	if d.vip4Lines, err = mapMemory[muxVip4Line](d.maps.Vips4); err != nil {
+		return err
+	}
+	if d.vip6Lines, err = mapMemory[muxVip6Line](d.maps.Vips6); err != nil {
+		return err
+	}
+	if d.endpointLines, err = mapMemory[muxEndpointLine](d.maps.Endpoints); err != nil {
 		return err
 	}
 	if d.dipRecords, err = mapMemory[muxDip](d.maps.Dips); err != nil {
@@ -316,56 +342,23 @@ func (d *Datapath) setSeed(seed flowhash.Seed) {
 // recover learns from adopted maps what ids are in use. Names come with the
 // next Replace.
 func (d *Datapath) recover() error {
-	vipByID := map[uint32]*vip{}
-	used := map[uint32]bool{}
-	var r muxVip
-	add := func(addr netip.Addr) {
-		v := &vip{VIP: VIP{Addr: addr}, id: r.Id}
-		d.vips[addr], vipByID[v.id], used[v.id] = v, v, true
+	bySlot, err := d.recoverSlots()
+	if err != nil {
+		return err
 	}
-	var key4 [4]byte
-	for it := d.maps.Vips4.Iterate(); it.Next(&key4, &r); {
-		add(netip.AddrFrom4(key4))
-	}
-	var key6 [16]byte
-	for it := d.maps.Vips6.Iterate(); it.Next(&key6, &r); {
-		add(netip.AddrFrom16(key6))
-	}
-	d.vipIDs.use(1, used)
-
-	endpointByID := map[uint32]*endpoint{}
-	used = map[uint32]bool{}
 	var blocks []block
-	var key muxEndpointKey
-	var id uint32
-	for it := d.maps.EndpointIds.Iterate(); it.Next(&key, &id); {
-		v := vipByID[key.Vip]
-		if v == nil || int(id) >= len(d.endpointRecords) || d.endpointRecords[id].Key != key {
-			return fmt.Errorf("endpoint %d has no VIP or no record", id)
-		}
-		e := &endpoint{id: id, dips: map[lb.DIP]uint32{}}
-		e.Endpoint.Endpoint = lb.Endpoint{VIP: v.Addr, Protocol: lb.Protocol(key.Protocol), Port: htons(key.Port)}
-		word := d.endpointRecords[id].Word
-		if log2 := word >> 32 & 0xff; log2 != noBuckets {
-			e.table = block{first: uint32(word), size: max(1, uint32(1)<<log2/bucketsPerLine)}
+	for _, e := range bySlot {
+		if e.table.size > 0 {
 			blocks = append(blocks, e.table)
 		}
-		if word>>40&1 == 1 {
-			e.Consistency = lb.ConsistencyTable
-		}
-		v.count(e.Endpoint.Endpoint, 1)
-		d.endpoints[e.Endpoint.Endpoint] = e
-		endpointByID[id], used[id] = e, true
 	}
-	d.endpointIDs.use(0, used)
-
-	used = map[uint32]bool{}
+	used := map[uint32]bool{}
 	for id := range d.dipRecords {
 		r := &d.dipRecords[id]
 		if r.Endpoint == 0 {
 			continue
 		}
-		e := endpointByID[r.Endpoint-1]
+		e := bySlot[r.Endpoint-1]
 		if e == nil {
 			storeUint32(&r.Endpoint, 0)
 			continue
@@ -524,7 +517,9 @@ func (d *Datapath) Close() error {
 	if d.settings != nil {
 		unmap(unsafe.Slice(d.settings, 1))
 	}
-	unmap(d.endpointRecords)
+	unmap(d.vip4Lines)
+	unmap(d.vip6Lines)
+	unmap(d.endpointLines)
 	unmap(d.dipRecords)
 	unmap(d.flowLines)
 	unmap(d.traces)
@@ -536,6 +531,7 @@ func (d *Datapath) Close() error {
 	}
 	if d.mux != nil {
 		d.mux.Close()
+		d.readClock.Close()
 	}
 	if d.maps.Config != nil {
 		return d.maps.Close()

@@ -1,10 +1,12 @@
 package datapath
 
 import (
+	"encoding/binary"
 	"sync/atomic"
 	"time"
+	"unsafe"
 
-	"golang.org/x/sys/unix"
+	"github.com/cilium/ebpf"
 )
 
 // struct flow_line's entries, as mux.bpf.c describes them.
@@ -28,17 +30,18 @@ type FlowTable struct {
 	Stale     uint64 // packets whose entry named a DIP that is gone
 }
 
-// Monotonic is the clock that connection entries are dated by.
-func Monotonic() time.Duration {
-	var t unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &t); err != nil {
-		return 0 // can't be: the clock's id is right
+// Now is the clock that connection entries are dated by: the kernel's ticks.
+func (d *Datapath) Now() time.Duration {
+	var c muxClock
+	buf := make([]byte, unsafe.Sizeof(c))
+	if _, err := d.readClock.Run(&ebpf.RunOptions{Context: buf}); err != nil {
+		return 0 // can't be: the program takes nothing
 	}
-	return time.Duration(t.Nano())
+	return time.Duration(binary.NativeEndian.Uint64(buf))
 }
 
 // Sweep removes connection entries that have been idle for longer than their
-// class allows or whose DIP is gone. now is Monotonic's. Call it at least
+// class allows or whose DIP is gone. now is Now's. Call it at least
 // hourly: the entries' clock goes round in 9.8 hours, and an entry not looked
 // at for so long seems fresh.
 func (d *Datapath) Sweep(now time.Duration) FlowTable {

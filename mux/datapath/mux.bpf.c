@@ -68,6 +68,10 @@ enum chosen_by {
  * struct trace, and changes neither counters nor flows nor fragments. */
 const volatile __u8 explain = 0;
 const volatile __u32 flow_line_mask = 1; /* lines of the connection table, less one */
+const volatile __u32 vip4_line_mask = 0;
+const volatile __u32 vip6_line_mask = 0;
+const volatile __u32 endpoint_line_mask = 0;
+const volatile __u64 tick_ns = 4000000; /* length of a jiffy */
 
 struct settings {
 	struct flow_seed seed;
@@ -79,33 +83,59 @@ struct settings {
 	__u64 answers_per_second; /* ICMP errors, each CPU */
 };
 
-struct vip {
-	__u32 id;
-	__u8 any_tcp; /* has an endpoint for any TCP port */
-	__u8 any_udp;
-	__u8 pad[2];
+/* VIPs and endpoints are kept in open-addressed tables of cache lines that the
+ * loader writes through memory maps: a look-up is one hash, mostly one line and
+ * no call. Keys are the operator's, so nobody can aim at a line. A slot is a
+ * line's number times its entries, plus the entry's place; slots are ids.
+ *
+ * A look-up goes over up to PROBE_LINES lines and ends at the first entry that
+ * was never used; an entry that was deleted is DELETED, not zero. */
+#define PROBE_LINES	 8
+#define PROBE_LINES_VIP6 16
+
+#define VIP_USED    (1 << 0)
+#define VIP_DELETED (1 << 1)
+#define VIP_ANY_TCP (1 << 2) /* has an endpoint for any TCP port */
+#define VIP_ANY_UDP (1 << 3)
+
+#define VIPS4_PER_LINE	   8
+#define VIPS6_PER_LINE	   2
+#define ENDPOINTS_PER_LINE 4
+
+/* Bits 0-31: address in network byte order; 32-39: flags. */
+struct vip4_line {
+	__u64 entry[VIPS4_PER_LINE];
 };
 
-/* Ports are in network byte order; 0 is any port. */
-struct endpoint_key {
-	__u32 vip;
-	__be16 port;
-	__u8 protocol;
-	__u8 pad;
+struct vip6_line {
+	struct {
+		__be32 addr[4];
+		__u64 flags;
+		__u64 pad;
+	} entry[VIPS6_PER_LINE];
 };
 
 /* An endpoint's table is swapped by one store to word. */
-struct endpoint {
-	/* Bits 0-31: first line of its buckets; 32-39: log2 of their number, or
-	 * NO_BUCKETS; bit 40: consistency table. */
-	__u64 word;
-	struct endpoint_key key; /* guards against a reused id */
+struct endpoint_line {
+	struct {
+		/* Bits 0-30: VIP's slot; 31: IPv6; 32-47: port in network byte
+		 * order, 0 for any; 48-55: protocol; 56: used; 57: deleted. */
+		__u64 key;
+		/* Bits 0-23: first line of its buckets; 24-31: log2 of their
+		 * number, or NO_BUCKETS; 32: consistency table. */
+		__u64 word;
+	} entry[ENDPOINTS_PER_LINE];
 };
 
+#define KEY_VIP6	   (1ULL << 31)
+#define KEY_USED	   (1ULL << 56)
+#define KEY_PORT_SHIFT	   32
+#define KEY_PROTOCOL_SHIFT 48
+
 #define NO_BUCKETS	 0xff
-#define WORD_LINE(w)	 ((__u32)(w))
-#define WORD_LOG2(w)	 ((__u8)((w) >> 32))
-#define WORD_IS_TABLE(w) ((w) >> 40 & 1)
+#define WORD_LINE(w)	 ((__u32)(w) & 0xffffff)
+#define WORD_LOG2(w)	 ((__u32)(w) >> 24)
+#define WORD_IS_TABLE(w) ((w) >> 32 & 1)
 
 /* Buckets come in chunks, each a map of its own, so that memory grows with use. */
 #define BUCKETS_PER_LINE 16
@@ -141,7 +171,7 @@ struct cpu_stats {
 	__u64 exits[EXIT_COUNT];
 	__u64 events[EVENT_COUNT];
 	__u64 answer_tokens; /* nanoseconds' worth of answers left */
-	__u64 answer_time;   /* coarse ns when they were counted */
+	__u64 answer_time;   /* ns when they were counted */
 };
 
 /* Connection table (Ananta section 3.3.3). An entry, from the top bit:
@@ -155,7 +185,7 @@ struct cpu_stats {
 #define FLOW_TIME_UNIT_BITS 32 /* 2^32 ns, 4.3 s; the clock goes round in 9.8 h */
 #define FLOW_LINE_ENTRIES   8
 #define FLOW_MAX_TRUSTED    7 /* of a line's entries */
-#define FLOW_MAX_UNTRUSTED  4
+#define FLOW_MAX_UNTRUSTED  6
 
 struct flow_line {
 	__u64 entry[FLOW_LINE_ENTRIES];
@@ -169,22 +199,24 @@ struct fragment_key {
 };
 
 struct fragment {
+	__u64 time; /* ns of the first fragment */
 	__u32 dip;
-	__u32 endpoint; /* id plus 1, as in struct dip */
-	__u64 time;	/* coarse ns of the first fragment */
+	__u32 endpoint; /* slot plus 1, as in struct dip */
+	__u32 entropy;
+	__u32 pad;
 };
 
 #define FRAGMENT_LIFETIME_NS 30000000000ULL /* Linux's ipfrag_time */
 
 struct next_hop {
 	__u64 dst[2];  /* outer destination */
-	__u64 expires; /* coarse ns */
+	__u8 macs[16]; /* of the next hop, of the interface, and 4 unused */
+	__u64 expires; /* ns */
 	__u32 generation;
 	__u32 ifindex;
 	__u16 mtu;
 	__be16 vlan; /* TCI, or 0: untagged */
-	__u8 dmac[ETH_ALEN];
-	__u8 smac[ETH_ALEN];
+	__u32 pad;
 };
 
 #define NEXT_HOP_SLOTS	     4096
@@ -198,8 +230,9 @@ struct vlan_link {
 };
 
 /* The verifier's bounds for what struct packet's offsets can be. */
-#define L3_OFFSET(p) ((p)->l3_offset & 0x1f)
-#define L4_OFFSET(p) ((p)->l4_offset & 0x3fff)
+#define PACKET_QUOTED (1 << 7) /* the tuple is of the flow that an ICMP error quotes */
+#define L3_OFFSET(p)  ((p)->l3_offset & 0x1f)
+#define L4_OFFSET(p)  ((p)->l4_offset & 0x3fff)
 
 struct wanted_neighbour {
 	__be32 addr[4];
@@ -232,32 +265,27 @@ struct {
 } config SEC(".maps");
 
 struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1);
-	__type(key, __be32);
-	__type(value, struct vip);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__type(key, __u32);
+	__type(value, struct vip4_line);
 } vips4 SEC(".maps");
-
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 1);
-	__type(key, __be32[4]);
-	__type(value, struct vip);
-} vips6 SEC(".maps");
-
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 1);
-	__type(key, struct endpoint_key);
-	__type(value, __u32);
-} endpoint_ids SEC(".maps");
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1);
 	__uint(map_flags, BPF_F_MMAPABLE);
 	__type(key, __u32);
-	__type(value, struct endpoint);
+	__type(value, struct vip6_line);
+} vips6 SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__type(key, __u32);
+	__type(value, struct endpoint_line);
 } endpoints SEC(".maps");
 
 struct chunk {
@@ -345,8 +373,15 @@ struct run {
 	const struct settings *settings;
 	struct cpu_stats *stats;
 	struct trace *trace; /* NULL unless explaining */
-	__u64 now;	     /* coarse ns */
+	__u64 now;	     /* ns since boot, by jiffies: reading them is no call */
 };
+
+/* Rare ways are functions of their own: they share no registers with the usual
+ * one, and the stack only while they run. */
+#define RARE static __noinline
+
+/* A global function is checked by the verifier once, not for each way to it. */
+#define CHECKED_ONCE __noinline
 
 #define READ_ONCE(x) (*(const volatile typeof(x) *)&(x))
 
@@ -356,10 +391,22 @@ struct run {
 			(run)->trace->field = (value);                                             \
 	} while (0)
 
-INLINE void count_event(struct run *run, enum event event)
+INLINE const struct settings *get_settings(void)
+{
+	__u32 zero = 0;
+	return bpf_map_lookup_elem(&config, &zero);
+}
+
+INLINE struct cpu_stats *get_stats(void)
+{
+	__u32 zero = 0;
+	return bpf_map_lookup_elem(&stats, &zero);
+}
+
+INLINE void count_event(struct cpu_stats *s, enum event event)
 {
 	if (!explain)
-		run->stats->events[event]++;
+		s->events[event]++;
 }
 
 INLINE int is6(const struct packet *p)
@@ -377,34 +424,104 @@ INLINE int is_zero_addr(const __be32 a[4])
 	return !(a[0] | a[1] | a[2] | a[3]);
 }
 
-INLINE struct vip *find_vip(const struct packet *p)
+/* Multiplicative hashing: the product's upper bits depend on all of the key's. */
+INLINE __u32 spread(__u64 key)
 {
-	return is6(p) ? bpf_map_lookup_elem(&vips6, p->dst) : bpf_map_lookup_elem(&vips4, p->dst);
+	return key * 0x9e3779b97f4a7c15ULL >> 40;
 }
 
-/* The endpoint's id plus 1, or 0. */
-INLINE __u32 find_endpoint(const struct vip *vip, const struct packet *p,
-			   struct endpoint **endpoint)
+/* What the packet's stages know of its VIP. */
+struct vip {
+	__u32 slot;
+	__u32 flags; /* 0: not a VIP */
+};
+
+INLINE struct vip find_vip4(__be32 addr)
 {
-	struct endpoint_key key = {
-	    .vip = vip->id,
-	    .port = p->dst_port,
-	    .protocol = p->l4_proto,
-	};
-	__u32 *id = bpf_map_lookup_elem(&endpoint_ids, &key);
-	if (!id) {
-		if (!(p->l4_proto == IPPROTO_TCP ? vip->any_tcp : vip->any_udp))
-			return 0;
-		key.port = 0;
-		id = bpf_map_lookup_elem(&endpoint_ids, &key);
-		if (!id)
-			return 0;
+	struct vip vip = {};
+	__u32 first = spread(addr);
+	for (__u32 i = 0; i < PROBE_LINES; i++) {
+		__u32 at = (first + i) & vip4_line_mask;
+		struct vip4_line *line = bpf_map_lookup_elem(&vips4, &at);
+		if (!line)
+			return vip;
+#pragma unroll
+		for (__u32 j = 0; j < VIPS4_PER_LINE; j++) {
+			__u64 e = READ_ONCE(line->entry[j]);
+			if (!e)
+				return vip;
+			if ((__u32)e == addr && e >> 32 & VIP_USED) {
+				vip.slot = at * VIPS4_PER_LINE + j;
+				vip.flags = e >> 32;
+				return vip;
+			}
+		}
 	}
-	__u32 i = *id;
-	*endpoint = bpf_map_lookup_elem(&endpoints, &i);
-	if (!*endpoint || *(__u64 *)&(*endpoint)->key != *(__u64 *)&key)
-		return 0;
-	return i + 1;
+	return vip;
+}
+
+INLINE struct vip find_vip6(const __be32 addr[4])
+{
+	struct vip vip = {};
+	__u64 high = addr[0] | (__u64)addr[1] << 32, low = addr[2] | (__u64)addr[3] << 32;
+	__u32 first = spread(high ^ low * 0xc2b2ae3d27d4eb4fULL);
+	for (__u32 i = 0; i < PROBE_LINES_VIP6; i++) {
+		__u32 at = (first + i) & vip6_line_mask;
+		struct vip6_line *line = bpf_map_lookup_elem(&vips6, &at);
+		if (!line)
+			return vip;
+#pragma unroll
+		for (__u32 j = 0; j < VIPS6_PER_LINE; j++) {
+			__u64 flags = READ_ONCE(line->entry[j].flags);
+			if (!flags)
+				return vip;
+			if (same_addr(line->entry[j].addr, addr) && flags & VIP_USED) {
+				vip.slot = at * VIPS6_PER_LINE + j;
+				vip.flags = flags;
+				return vip;
+			}
+		}
+	}
+	return vip;
+}
+
+/* An endpoint's slot plus 1, or 0. */
+INLINE __u32 find_key(__u64 key)
+{
+	__u32 first = spread(key);
+	for (__u32 i = 0; i < PROBE_LINES; i++) {
+		__u32 at = (first + i) & endpoint_line_mask;
+		struct endpoint_line *line = bpf_map_lookup_elem(&endpoints, &at);
+		if (!line)
+			return 0;
+#pragma unroll
+		for (__u32 j = 0; j < ENDPOINTS_PER_LINE; j++) {
+			__u64 k = READ_ONCE(line->entry[j].key);
+			if (k == key)
+				return at * ENDPOINTS_PER_LINE + j + 1;
+			if (!k)
+				return 0;
+		}
+	}
+	return 0;
+}
+
+/* The word of the endpoint whose slot plus 1 is given; 0: it is gone. */
+INLINE __u64 endpoint_word(__u32 endpoint)
+{
+	__u32 slot = endpoint - 1, at = slot / ENDPOINTS_PER_LINE;
+	struct endpoint_line *line = bpf_map_lookup_elem(&endpoints, &at);
+	return line ? READ_ONCE(line->entry[slot % ENDPOINTS_PER_LINE].word) : 0;
+}
+
+INLINE __u32 find_endpoint(const struct vip *vip, const struct packet *p)
+{
+	__u64 key = KEY_USED | (__u64)p->l4_proto << KEY_PROTOCOL_SHIFT | (is6(p) ? KEY_VIP6 : 0) |
+		    vip->slot;
+	__u32 id = find_key(key | (__u64)p->dst_port << KEY_PORT_SHIFT);
+	if (id || !(vip->flags & (p->l4_proto == IPPROTO_TCP ? VIP_ANY_TCP : VIP_ANY_UDP)))
+		return id;
+	return find_key(key);
 }
 
 INLINE __u64 hash_packet(const struct run *run, const struct packet *p)
@@ -448,9 +565,9 @@ INLINE struct dip *find_dip(__u32 id, __u32 endpoint)
 	return dip;
 }
 
-INLINE __u32 flow_time(const struct run *run)
+INLINE __u32 flow_time(__u64 now)
 {
-	return (__u32)(run->now >> FLOW_TIME_UNIT_BITS) & FLOW_TIME_MASK;
+	return (__u32)(now >> FLOW_TIME_UNIT_BITS) & FLOW_TIME_MASK;
 }
 
 INLINE __u64 flow_fingerprint(__u64 hash)
@@ -464,71 +581,80 @@ INLINE struct flow_line *flow_line(__u64 hash, __u32 choice)
 	return bpf_map_lookup_elem(&flows, &i);
 }
 
-/* The flow's entry in its line or the line beside, or NULL. */
-INLINE __u64 *find_flow(__u64 hash)
+/* The flow's entry, from its line or the line beside, or 0. */
+INLINE __u64 find_flow(__u64 hash)
 {
 	__u64 fingerprint = flow_fingerprint(hash);
-	for (__u32 choice = 0; choice < 2; choice++) {
-		struct flow_line *line = flow_line(hash, choice);
-		if (!line)
-			return NULL;
-#pragma unroll
-		for (int i = 0; i < FLOW_LINE_ENTRIES; i++) {
-			__u64 e = READ_ONCE(line->entry[i]);
-			if (!((e ^ fingerprint) & FLOW_FINGERPRINT) && FLOW_DIP(e))
-				return &line->entry[i];
-		}
-	}
-	return NULL;
-}
-
-/* Note that the flow of entry e, which chose its DIP, lives: a second packet
- * makes it trusted if its line's quota allows. At most one write a unit of time. */
-INLINE void touch_flow(struct run *run, __u64 hash, __u64 *entry, __u64 e)
-{
-	__u64 fresh = (e & ~(__u64)FLOW_TIME_MASK) | flow_time(run);
-	if (!(e & FLOW_TRUSTED)) {
-		int trusted = 0;
-		/* The entry may be in either line: count the one that holds it. */
-		__u64 *first = (__u64 *)flow_line(hash, 0);
-		if (!first)
-			return;
-		struct flow_line *line =
-		    flow_line(hash, entry < first || entry >= first + FLOW_LINE_ENTRIES);
-		if (!line)
-			return;
-#pragma unroll
-		for (int i = 0; i < FLOW_LINE_ENTRIES; i++)
-			trusted += READ_ONCE(line->entry[i]) >> 63;
-		if (trusted < FLOW_MAX_TRUSTED)
-			fresh |= FLOW_TRUSTED;
-		else
-			count_event(run, EVENT_FLOW_UNTRUSTED);
-	}
-	if (fresh != e)
-		__sync_val_compare_and_swap(entry, e, fresh);
-}
-
-/* Write an untrusted entry for a flow that has none that counts. A flow's
- * older entry (a SYN on a used 5-tuple, a DIP that is gone) is replaced. */
-INLINE int insert_flow(struct run *run, __u64 hash, __u32 dip)
-{
-	__u32 now = flow_time(run);
-	__u64 fingerprint = flow_fingerprint(hash);
-	__u64 fresh = fingerprint | (__u64)dip << 13 | now;
-
 	for (__u32 choice = 0; choice < 2; choice++) {
 		struct flow_line *line = flow_line(hash, choice);
 		if (!line)
 			return 0;
-		__u64 *room = NULL;
-		__u64 old = 0;
-		int untrusted = 0;
 #pragma unroll
 		for (int i = 0; i < FLOW_LINE_ENTRIES; i++) {
 			__u64 e = READ_ONCE(line->entry[i]);
+			if (!((e ^ fingerprint) & FLOW_FINGERPRINT) && FLOW_DIP(e))
+				return e;
+		}
+	}
+	return 0;
+}
+
+/* Note that the flow of entry e lives. A second packet makes it trusted, if
+ * the quota of its line allows. */
+CHECKED_ONCE int touch_flow(__u64 hash, __u64 e, __u64 now)
+{
+	__u64 fresh = (e & ~(__u64)FLOW_TIME_MASK) | flow_time(now);
+	struct cpu_stats *s = get_stats();
+
+	for (__u32 choice = 0; s && choice < 2; choice++) {
+		struct flow_line *line = flow_line(hash, choice);
+		if (!line)
+			return 0;
+		__u32 at = FLOW_LINE_ENTRIES, trusted = 0;
+#pragma unroll
+		for (int i = 0; i < FLOW_LINE_ENTRIES; i++) {
+			__u64 other = READ_ONCE(line->entry[i]);
+			if (other == e)
+				at = i;
+			trusted += other >> 63;
+		}
+		if (at == FLOW_LINE_ENTRIES)
+			continue;
+		if (trusted < FLOW_MAX_TRUSTED)
+			fresh |= FLOW_TRUSTED;
+		else if (!(e & FLOW_TRUSTED))
+			count_event(s, EVENT_FLOW_UNTRUSTED);
+		if (fresh != e)
+			__sync_val_compare_and_swap(&line->entry[at % FLOW_LINE_ENTRIES], e, fresh);
+		return 0;
+	}
+	return 0;
+}
+
+/* Write an untrusted entry for a flow that has none that counts; 1 if it was
+ * written. A flow's older entry (a SYN on a used 5-tuple, a DIP that is gone)
+ * is replaced. */
+CHECKED_ONCE int insert_flow(__u64 hash, __u32 dip, __u64 time)
+{
+	const struct settings *settings = get_settings();
+	struct cpu_stats *s = get_stats();
+	__u32 now = flow_time(time);
+	__u64 fingerprint = flow_fingerprint(hash);
+	__u64 fresh = fingerprint | (__u64)dip << 13 | now;
+
+	if (!settings || !s)
+		return 0;
+	__u32 idle_trusted = settings->idle_trusted, idle_untrusted = settings->idle_untrusted;
+	for (__u32 choice = 0; choice < 2; choice++) {
+		struct flow_line *line = flow_line(hash, choice);
+		if (!line)
+			return 0;
+		__u32 room = FLOW_LINE_ENTRIES, untrusted = 0;
+		__u64 old = 0;
+		for (__u32 i = 0; i < FLOW_LINE_ENTRIES; i++) {
+			__u64 e = READ_ONCE(line->entry[i]);
 			if (!e) {
-				room = &line->entry[i];
+				room = i;
 				old = 0;
 				continue;
 			}
@@ -539,21 +665,22 @@ INLINE int insert_flow(struct run *run, __u64 hash, __u32 dip)
 				return 1;
 			}
 			__u32 idle = (now - FLOW_TIME(e)) & FLOW_TIME_MASK;
-			if (idle > (e & FLOW_TRUSTED ? run->settings->idle_trusted
-						     : run->settings->idle_untrusted)) {
-				room = &line->entry[i];
+			/* Ahead of now: another CPU saw the next tick. */
+			if (idle < FLOW_TIME_MASK - 1 &&
+			    idle > (e & FLOW_TRUSTED ? idle_trusted : idle_untrusted)) {
+				room = i;
 				old = e;
 				continue;
 			}
 			untrusted += !(e & FLOW_TRUSTED);
 		}
-		if (room && untrusted < FLOW_MAX_UNTRUSTED &&
-		    __sync_val_compare_and_swap(room, old, fresh) == old) {
-			count_event(run, EVENT_FLOW_INSERTED);
+		if (room < FLOW_LINE_ENTRIES && untrusted < FLOW_MAX_UNTRUSTED &&
+		    __sync_val_compare_and_swap(&line->entry[room], old, fresh) == old) {
+			count_event(s, EVENT_FLOW_INSERTED);
 			return 1;
 		}
 	}
-	count_event(run, EVENT_FLOW_FULL);
+	count_event(s, EVENT_FLOW_FULL);
 	return 0;
 }
 
@@ -566,44 +693,53 @@ struct choice {
 
 /* The connection table's choice where the endpoint has one, else the bucket's.
  * A flow that an ICMP error quotes is looked up and nothing more. */
-INLINE enum exit choose_dip(struct run *run, const struct packet *flow, __u32 endpoint, __u64 word,
-			    int quoted, struct choice *choice)
+INLINE enum exit choose_dip(struct run *run, const struct packet *p, __u32 endpoint,
+			    struct choice *choice)
 {
-	__u64 hash = hash_packet(run, flow);
+	__u64 word = endpoint_word(endpoint);
+	__u64 hash = hash_packet(run, p);
 	int table = WORD_IS_TABLE(word);
-	int syn = flow->flags & PACKET_SYN;
+	int syn = p->flags & PACKET_SYN;
+	int only_look = explain || p->flags & PACKET_QUOTED;
 
 	TRACE(run, hash, hash);
 	TRACE(run, endpoint, endpoint);
 	choice->entropy = hash >> 32;
-	choice->new_flow = syn;
-	if (explain || !table || syn) {
+	choice->new_flow = !!syn;
+	if (explain)
 		choice->id = bucket_dip(run, word, hash);
-		TRACE(run, chosen_by, choice->id ? CHOSEN_BY_BUCKET : CHOSEN_BY_NOTHING);
-	}
 	if (table && !syn) {
-		__u64 *entry = find_flow(hash);
-		if (entry) {
-			__u64 e = READ_ONCE(*entry);
+		__u64 e = find_flow(hash);
+		if (e) {
 			choice->id = FLOW_DIP(e);
 			choice->dip = find_dip(choice->id, endpoint);
 			if (choice->dip) {
 				TRACE(run, chosen_by, CHOSEN_BY_CONNECTION_TABLE);
 				TRACE(run, trusted, e >> 63);
-				count_event(run, EVENT_FLOW_HIT);
-				if (!quoted && !explain)
-					touch_flow(run, hash, entry, e);
+				count_event(run->stats, EVENT_FLOW_HIT);
+				/* One write a unit of time at most. */
+				if (!only_look &&
+				    (!(e & FLOW_TRUSTED) || FLOW_TIME(e) != flow_time(run->now)))
+					touch_flow(hash, e, run->now);
 				return EXIT_TX;
 			}
-			count_event(run, EVENT_FLOW_STALE);
+			count_event(run->stats, EVENT_FLOW_STALE);
 		}
-		choice->id = bucket_dip(run, word, hash);
 	}
-	choice->dip = find_dip(choice->id, endpoint);
+	/* Twice, because the table may be swapped and a DIP of the old one
+	 * removed between the look at the one and at the other. */
+	for (int i = 0; i < 2; i++) {
+		choice->id = bucket_dip(run, word, hash);
+		choice->dip = find_dip(choice->id, endpoint);
+		if (choice->dip)
+			break;
+		word = endpoint_word(endpoint);
+	}
 	if (!choice->dip)
 		return EXIT_NO_DIP;
-	if (table && !quoted && !explain && insert_flow(run, hash, choice->id))
-		choice->new_flow |= flow->l4_proto == IPPROTO_UDP;
+	TRACE(run, chosen_by, CHOSEN_BY_BUCKET);
+	if (table && !only_look && insert_flow(hash, choice->id, run->now))
+		choice->new_flow |= p->l4_proto == IPPROTO_UDP;
 	return EXIT_TX;
 }
 
@@ -627,58 +763,57 @@ INLINE enum exit follow_first_fragment(struct run *run, const struct packet *p,
 	choice->dip = find_dip(first->dip, first->endpoint);
 	if (!choice->dip)
 		return EXIT_UNKNOWN_FRAGMENT;
+	choice->entropy = first->entropy;
 	TRACE(run, endpoint, first->endpoint);
 	TRACE(run, chosen_by, CHOSEN_BY_FRAGMENT_TABLE);
 	return EXIT_TX;
 }
 
-INLINE void remember_fragment(struct run *run, const struct packet *p, __u32 dip, __u32 endpoint)
+RARE int remember_fragment(const struct fragment_key *key, const struct fragment *first)
 {
-	struct fragment_key key;
-	struct fragment first = {
-	    .dip = dip,
-	    .endpoint = endpoint,
-	    .time = run->now,
-	};
-	fragment_key(p, &key);
-	bpf_map_update_elem(&fragments, &key, &first, BPF_ANY);
+	return bpf_map_update_elem(&fragments, key, first, BPF_ANY);
 }
 
-INLINE void want_neighbour(const struct bpf_fib_lookup *fib)
+/* The next hop to dip, by the kernel's FIB: an enum exit. */
+RARE int ask_fib(struct xdp_md *ctx, const struct dip *dip, struct next_hop *hop, __u64 now)
 {
-	struct wanted_neighbour *w = bpf_ringbuf_reserve(&wanted_neighbours, sizeof(*w), 0);
-	if (!w)
-		return;
-	__builtin_memcpy(w->addr, fib->ipv6_dst, sizeof(w->addr));
-	w->ifindex = fib->ifindex;
-	w->is6 = fib->family == 10;
-	bpf_ringbuf_submit(w, 0);
-}
+	struct bpf_fib_lookup fib = {.ifindex = ctx->ingress_ifindex};
+	const struct settings *settings = get_settings();
+	struct cpu_stats *s = get_stats();
 
-INLINE enum exit ask_fib(struct run *run, const struct dip *dip, struct next_hop *hop)
-{
-	struct bpf_fib_lookup fib = {.ifindex = run->ctx->ingress_ifindex};
-
+	if (!settings || !s)
+		return EXIT_INTERNAL;
+	/* Read before the FIB: a change in between bumps it and ends this entry. */
+	__u32 generation = READ_ONCE(settings->next_hop_generation);
 	if (dip->outer6) {
 		fib.family = 10; /* AF_INET6 */
-		__builtin_memcpy(fib.ipv6_src, run->settings->source6, 16);
+		__builtin_memcpy(fib.ipv6_src, settings->source6, 16);
 		__builtin_memcpy(fib.ipv6_dst, dip->tunnel, 16);
-		if (is_zero_addr(run->settings->source6))
+		if (is_zero_addr(settings->source6))
 			return EXIT_NO_ROUTE;
 	} else {
 		fib.family = 2; /* AF_INET */
-		fib.ipv4_src = run->settings->source4;
+		fib.ipv4_src = settings->source4;
 		fib.ipv4_dst = dip->tunnel[0];
 		if (!fib.ipv4_src)
 			return EXIT_NO_ROUTE;
 	}
-	count_event(run, EVENT_NEXT_HOP_MISS);
-	switch (bpf_fib_lookup(run->ctx, &fib, sizeof(fib), 0)) {
+	hop->expires = 0;
+	count_event(s, EVENT_NEXT_HOP_MISS);
+	switch (bpf_fib_lookup(ctx, &fib, sizeof(fib), 0)) {
 	case BPF_FIB_LKUP_RET_SUCCESS:
 		break;
 	case BPF_FIB_LKUP_RET_NO_NEIGH:
-		if (!explain)
-			want_neighbour(&fib);
+		if (!explain) {
+			struct wanted_neighbour *w =
+			    bpf_ringbuf_reserve(&wanted_neighbours, sizeof(*w), 0);
+			if (w) {
+				__builtin_memcpy(w->addr, fib.ipv6_dst, sizeof(w->addr));
+				w->ifindex = fib.ifindex;
+				w->is6 = fib.family == 10;
+				bpf_ringbuf_submit(w, 0);
+			}
+		}
 		return EXIT_NO_NEIGHBOUR;
 	case BPF_FIB_LKUP_RET_FWD_DISABLED:
 		return EXIT_FORWARDING_DISABLED;
@@ -689,11 +824,11 @@ INLINE enum exit ask_fib(struct run *run, const struct dip *dip, struct next_hop
 	hop->ifindex = link ? link->ifindex : fib.ifindex;
 	hop->vlan = link ? link->vlan : 0;
 	hop->mtu = fib.mtu_result;
-	__builtin_memcpy(hop->dmac, fib.dmac, ETH_ALEN);
-	__builtin_memcpy(hop->smac, fib.smac, ETH_ALEN);
+	__builtin_memcpy(hop->macs, fib.dmac, ETH_ALEN);
+	__builtin_memcpy(hop->macs + ETH_ALEN, fib.smac, ETH_ALEN);
 	__builtin_memcpy(hop->dst, dip->tunnel, sizeof(hop->dst));
-	hop->generation = run->settings->next_hop_generation;
-	hop->expires = run->now + NEXT_HOP_LIFETIME_NS;
+	hop->generation = generation;
+	hop->expires = now + NEXT_HOP_LIFETIME_NS;
 	return EXIT_TX;
 }
 
@@ -708,8 +843,7 @@ INLINE enum exit find_next_hop(struct run *run, const struct dip *dip, struct ne
 	if (!explain && run->now < hop->expires && hop->dst[0] == dst[0] && hop->dst[1] == dst[1] &&
 	    hop->generation == READ_ONCE(run->settings->next_hop_generation))
 		return EXIT_TX;
-	hop->expires = 0;
-	return ask_fib(run, dip, hop);
+	return ask_fib(run->ctx, dip, hop, run->now);
 }
 
 /* Put the outer headers and the next hop's Ethernet header before the IP packet,
@@ -750,14 +884,15 @@ INLINE enum exit encapsulate(struct run *run, const struct packet *p, const stru
 	__be16 proto = dip->outer6 ? bpf_htons(ETH_P_IPV6) : bpf_htons(ETH_P_IP);
 	if (pos > end)
 		return EXIT_INTERNAL;
-	__builtin_memcpy(eth->h_dest, hop->dmac, ETH_ALEN);
-	__builtin_memcpy(eth->h_source, hop->smac, ETH_ALEN);
-	eth->h_proto = proto;
+	/* In words: struct ethhdr is packed, and would be copied by bytes. */
+	*(__u64 *)data = *(const __u64 *)hop->macs;
+	*(__u32 *)(data + 8) = *(const __u32 *)(hop->macs + 8);
+	*(__be16 *)(data + 12) = proto;
 	if (tag) {
 		struct vlan_header *vlan = pos;
 		if ((void *)(vlan + 1) > end)
 			return EXIT_INTERNAL;
-		eth->h_proto = bpf_htons(ETH_P_8021Q);
+		*(__be16 *)(data + 12) = bpf_htons(ETH_P_8021Q);
 		vlan->tci = hop->vlan;
 		vlan->proto = proto;
 		pos = vlan + 1;
@@ -792,7 +927,7 @@ INLINE enum exit encapsulate(struct run *run, const struct packet *p, const stru
 
 #include "answer.h"
 
-INLINE enum exit forward(struct run *run, struct packet *p, struct choice *choice)
+INLINE enum exit forward(struct run *run, struct packet *p, struct choice *choice, __u16 *mtu)
 {
 	struct dip *dip = choice->dip;
 	struct next_hop *hop;
@@ -802,9 +937,10 @@ INLINE enum exit forward(struct run *run, struct packet *p, struct choice *choic
 	if (exit != EXIT_TX)
 		return exit;
 	TRACE(run, mtu, hop->mtu);
-	if (p->l3_length + dip->overhead > hop->mtu)
-		return answer_too_big(run, p, hop->mtu - dip->overhead);
-
+	if (p->l3_length + dip->overhead > hop->mtu) {
+		*mtu = hop->mtu - dip->overhead;
+		return p->flags & PACKET_DF ? EXIT_FRAGMENTATION_NEEDED : EXIT_OVERSIZE;
+	}
 	__u32 ifindex = hop->ifindex;
 	exit = encapsulate(run, p, dip, hop, choice->entropy);
 	if (exit != EXIT_TX)
@@ -824,51 +960,6 @@ INLINE enum exit forward(struct run *run, struct packet *p, struct choice *choic
 	return EXIT_REDIRECT;
 }
 
-/* A packet of a TCP or UDP flow, first fragments too. */
-INLINE enum exit to_endpoint(struct run *run, struct packet *p, const struct vip *vip,
-			     const struct packet *flow, int quoted)
-{
-	struct choice choice = {};
-	struct endpoint *endpoint;
-	__u32 id = find_endpoint(vip, flow, &endpoint);
-	if (!id)
-		return quoted ? EXIT_UNRELATED_ICMP : EXIT_NO_ENDPOINT;
-	enum exit exit = choose_dip(run, flow, id, READ_ONCE(endpoint->word), quoted, &choice);
-	if (exit != EXIT_TX)
-		return exit;
-	if (p->flags & PACKET_FIRST_FRAGMENT && !explain)
-		remember_fragment(run, p, choice.id, id);
-	if (quoted)
-		choice.new_flow = 0;
-	return forward(run, p, &choice);
-}
-
-/* An ICMP error goes where the flow goes whose packet, VIP to client, it quotes. */
-INLINE enum exit to_quoted_flow(struct run *run, struct packet *p, const struct vip *vip,
-				struct cursor *c)
-{
-	struct packet quoted = {.l3_offset = CURSOR_OFFSET(c)};
-	enum parsed parsed = is6(p) ? parse_ipv6(c, &quoted) : parse_ipv4(c, &quoted);
-	if (parsed != PARSED_OK)
-		return parsed == PARSED_TRUNCATED ? EXIT_TRUNCATED : EXIT_MALFORMED;
-	if (!same_addr(quoted.src, p->dst) || quoted.flags & PACKET_LATER_FRAGMENT ||
-	    (quoted.l4_proto != IPPROTO_TCP && quoted.l4_proto != IPPROTO_UDP))
-		return EXIT_UNRELATED_ICMP;
-	if (parse_ports(c, &quoted) != PARSED_OK)
-		return EXIT_TRUNCATED;
-
-	struct packet flow = {
-	    .src_port = quoted.dst_port,
-	    .dst_port = quoted.src_port,
-	    .l4_proto = quoted.l4_proto,
-	    .flags = quoted.flags & PACKET_VERSION6,
-	};
-	__builtin_memcpy(flow.src, quoted.dst, sizeof(flow.src));
-	__builtin_memcpy(flow.dst, quoted.src, sizeof(flow.dst));
-	TRACE(run, quoted, 1);
-	return to_endpoint(run, p, vip, &flow, 1);
-}
-
 INLINE int is_icmp_error(const struct packet *p)
 {
 	if (is6(p))
@@ -877,34 +968,85 @@ INLINE int is_icmp_error(const struct packet *p)
 	       p->icmp_type == ICMP_PARAMETERPROB;
 }
 
-INLINE enum exit to_vip(struct run *run, struct packet *p, const struct vip *vip, struct cursor *c)
+/* An ICMP error goes where the flow goes whose packet, VIP to client, it
+ * quotes: p's tuple becomes that flow's, client to VIP. */
+INLINE enum exit take_quoted_tuple(struct packet *p, struct cursor *c)
 {
-	enum parsed parsed;
+	struct packet quoted = {.l3_offset = CURSOR_OFFSET(c)};
+	enum parsed parsed = is6(p) ? parse_ipv6(c, &quoted) : parse_ipv4(c, &quoted);
 
-	if (p->flags & PACKET_LATER_FRAGMENT) {
-		struct choice choice = {};
-		enum exit exit = follow_first_fragment(run, p, &choice);
-		return exit == EXIT_TX ? forward(run, p, &choice) : exit;
-	}
+	if (parsed == PARSED_OK)
+		parsed = parse_ports(c, &quoted);
+	if (parsed != PARSED_OK)
+		return parsed == PARSED_TRUNCATED ? EXIT_TRUNCATED : EXIT_MALFORMED;
+	if (!same_addr(quoted.src, p->dst) || quoted.flags & PACKET_LATER_FRAGMENT ||
+	    (quoted.l4_proto != IPPROTO_TCP && quoted.l4_proto != IPPROTO_UDP))
+		return EXIT_UNRELATED_ICMP;
+	__builtin_memcpy(p->src, quoted.dst, sizeof(p->src));
+	p->src_port = quoted.dst_port;
+	p->dst_port = quoted.src_port;
+	p->l4_proto = quoted.l4_proto;
+	p->flags |= PACKET_QUOTED;
+	return EXIT_TX;
+}
+
+/* Find the packet's flow, or answer or drop it. */
+INLINE enum exit find_tuple(struct packet *p, struct cursor *c)
+{
 	if (p->l4_proto == IPPROTO_TCP || p->l4_proto == IPPROTO_UDP) {
-		parsed = p->l4_proto == IPPROTO_TCP ? parse_tcp(c, p) : parse_udp(c, p);
+		enum parsed parsed = p->l4_proto == IPPROTO_TCP ? parse_tcp(c, p) : parse_udp(c, p);
 		if (parsed != PARSED_OK)
 			return parsed == PARSED_TRUNCATED ? EXIT_TRUNCATED : EXIT_MALFORMED;
-		return p->ttl > 1 ? to_endpoint(run, p, vip, p, 0) : answer_time_exceeded(run, p);
+		return p->ttl > 1 ? EXIT_TX : EXIT_TIME_EXCEEDED;
 	}
 	if (p->l4_proto == (is6(p) ? IPPROTO_ICMPV6 : IPPROTO_ICMP)) {
 		if (parse_icmp(c, p) != PARSED_OK)
 			return EXIT_TRUNCATED;
 		if (p->icmp_type == (is6(p) ? ICMPV6_ECHO_REQUEST : ICMP_ECHO) &&
 		    !(p->flags & PACKET_FIRST_FRAGMENT))
-			return answer_echo(run, p);
-		if (!is_icmp_error(p))
+			return EXIT_ECHO_REPLY;
+		if (!is_icmp_error(p) || p->flags & PACKET_FIRST_FRAGMENT)
 			return EXIT_UNSUPPORTED_ICMP;
-		return p->ttl > 1 ? to_quoted_flow(run, p, vip, c) : EXIT_ANSWER_FORBIDDEN;
+		return p->ttl > 1 ? take_quoted_tuple(p, c) : EXIT_ANSWER_FORBIDDEN;
 	}
 	if (p->l4_proto == IPPROTO_IPIP || p->l4_proto == IPPROTO_IPV6)
 		return EXIT_NESTED_TUNNEL;
 	return EXIT_UNSUPPORTED_PROTOCOL;
+}
+
+/* A packet for a VIP. */
+INLINE enum exit to_vip(struct run *run, struct packet *p, const struct vip *vip, struct cursor *c,
+			__u16 *mtu)
+{
+	struct choice choice = {};
+	enum exit exit;
+
+	if (p->flags & PACKET_LATER_FRAGMENT) {
+		exit = p->ttl > 1 ? follow_first_fragment(run, p, &choice) : EXIT_ANSWER_FORBIDDEN;
+	} else {
+		exit = find_tuple(p, c);
+		if (exit != EXIT_TX)
+			return exit;
+		TRACE(run, quoted, !!(p->flags & PACKET_QUOTED));
+		__u32 endpoint = find_endpoint(vip, p);
+		if (!endpoint)
+			return p->flags & PACKET_QUOTED ? EXIT_UNRELATED_ICMP : EXIT_NO_ENDPOINT;
+		exit = choose_dip(run, p, endpoint, &choice);
+		if (exit == EXIT_TX && p->flags & PACKET_FIRST_FRAGMENT && !explain) {
+			struct fragment_key key;
+			struct fragment first = {
+			    .dip = choice.id,
+			    .endpoint = endpoint,
+			    .time = run->now,
+			    .entropy = choice.entropy,
+			};
+			fragment_key(p, &key);
+			remember_fragment(&key, &first);
+		}
+	}
+	if (exit != EXIT_TX)
+		return exit;
+	return forward(run, p, &choice, mtu);
 }
 
 /* A tunnel to the mux's own source has nothing to end at here: a loop, or a forger. */
@@ -935,12 +1077,32 @@ INLINE enum exit run_packet(struct run *run)
 		return parsed == PARSED_NOT_IP	    ? EXIT_NOT_IP
 		       : parsed == PARSED_TRUNCATED ? EXIT_TRUNCATED
 						    : EXIT_MALFORMED;
-	const struct vip *vip = find_vip(&p);
-	if (!vip)
+	struct vip vip = is6(&p) ? find_vip6(p.dst) : find_vip4(p.dst[0]);
+	if (!vip.flags)
 		return tunnels_to_mux(run, &p, &c) ? EXIT_TUNNEL_TO_MUX : EXIT_NO_VIP;
-	TRACE(run, vip, vip->id);
-	run->now = bpf_ktime_get_coarse_ns();
-	return to_vip(run, &p, vip, &c);
+	TRACE(run, vip, vip.slot + 1);
+	run->now = bpf_jiffies64() * tick_ns;
+
+	__u16 mtu = 0;
+	enum exit exit = to_vip(run, &p, &vip, &c, &mtu);
+	if (exit != EXIT_ECHO_REPLY && exit != EXIT_TIME_EXCEEDED &&
+	    exit != EXIT_FRAGMENTATION_NEEDED && exit != EXIT_OVERSIZE)
+		return exit;
+	struct answer a = {
+	    .exit = exit,
+	    .l3_offset = p.l3_offset,
+	    .l4_offset = p.l4_offset,
+	    .l3_length = p.l3_length,
+	    .icmp_type = p.icmp_type,
+	    .icmp_code = p.icmp_code,
+	    .l4_proto = p.l4_proto,
+	    .vlan_tags = p.vlan_tags,
+	    .flags = p.flags,
+	    .mtu = mtu,
+	};
+	if (exit == EXIT_ECHO_REPLY)
+		return answer_echo(run->ctx, &a);
+	return answer_error(run->ctx, &a, run->now);
 }
 
 INLINE int verdict(enum exit exit)
@@ -965,16 +1127,17 @@ INLINE int verdict(enum exit exit)
 SEC("xdp")
 int mux(struct xdp_md *ctx)
 {
-	__u32 zero = 0;
 	struct run run = {
 	    .ctx = ctx,
-	    .settings = bpf_map_lookup_elem(&config, &zero),
-	    .stats = bpf_map_lookup_elem(&stats, &zero),
+	    .settings = get_settings(),
+	    .stats = get_stats(),
 	};
 	if (!run.settings || !run.stats)
 		return XDP_ABORTED;
-	if (explain)
+	if (explain) {
+		__u32 zero = 0;
 		run.trace = bpf_map_lookup_elem(&traces, &zero);
+	}
 
 	enum exit exit = run_packet(&run);
 	if (explain)
@@ -982,6 +1145,17 @@ int mux(struct xdp_md *ctx)
 	else if (exit < EXIT_COUNT)
 		run.stats->exits[exit]++;
 	return verdict(exit);
+}
+
+struct clock {
+	__u64 now; /* ns, by the clock that connection entries are dated by */
+};
+
+SEC("syscall")
+int read_clock(struct clock *clock)
+{
+	clock->now = bpf_jiffies64() * tick_ns;
+	return 0;
 }
 
 /* Types that no map's definition names, for the loader. */

@@ -27,6 +27,11 @@ const (
 	muxChosenByCHOSEN_BY_FRAGMENT_TABLE   muxChosenBy = 3
 )
 
+type muxClock struct {
+	_   structs.HostLayout
+	Now uint64
+}
+
 type muxCpuStats struct {
 	_            structs.HostLayout
 	Exits        [25]uint64
@@ -56,18 +61,13 @@ type muxDipCounters struct {
 	NewFlows uint64
 }
 
-type muxEndpoint struct {
-	_    structs.HostLayout
-	Word uint64
-	Key  muxEndpointKey
-}
-
-type muxEndpointKey struct {
-	_        structs.HostLayout
-	Vip      uint32
-	Port     uint16
-	Protocol uint8
-	Pad      uint8
+type muxEndpointLine struct {
+	_     structs.HostLayout
+	Entry [4]struct {
+		_    structs.HostLayout
+		Key  uint64
+		Word uint64
+	}
 }
 
 type muxEvent uint32
@@ -120,9 +120,11 @@ type muxFlowLine struct {
 
 type muxFragment struct {
 	_        structs.HostLayout
+	Time     uint64
 	Dip      uint32
 	Endpoint uint32
-	Time     uint64
+	Entropy  uint32
+	Pad      uint32
 }
 
 type muxFragmentKey struct {
@@ -136,13 +138,13 @@ type muxFragmentKey struct {
 type muxNextHop struct {
 	_          structs.HostLayout
 	Dst        [2]uint64
+	Macs       [16]uint8
 	Expires    uint64
 	Generation uint32
 	Ifindex    uint32
 	Mtu        uint16
 	Vlan       uint16
-	Dmac       [6]uint8
-	Smac       [6]uint8
+	Pad        uint32
 }
 
 type muxSettings struct {
@@ -177,12 +179,19 @@ type muxTrace struct {
 	Quoted    uint32
 }
 
-type muxVip struct {
-	_      structs.HostLayout
-	Id     uint32
-	AnyTcp uint8
-	AnyUdp uint8
-	Pad    [2]uint8
+type muxVip4Line struct {
+	_     structs.HostLayout
+	Entry [8]uint64
+}
+
+type muxVip6Line struct {
+	_     structs.HostLayout
+	Entry [2]struct {
+		_     structs.HostLayout
+		Addr  [4]uint32
+		Flags uint64
+		Pad   uint64
+	}
 }
 
 type muxVlanLink struct {
@@ -207,7 +216,6 @@ const (
 	muxMapConfig                = "config"
 	muxMapCounters              = "counters"
 	muxMapDips                  = "dips"
-	muxMapEndpointIds           = "endpoint_ids"
 	muxMapEndpoints             = "endpoints"
 	muxMapFlows                 = "flows"
 	muxMapFragments             = "fragments"
@@ -219,13 +227,18 @@ const (
 	muxMapVlanLinks             = "vlan_links"
 	muxMapWantedNeighbours      = "wanted_neighbours"
 	muxProgMux                  = "mux"
+	muxProgReadClock            = "read_clock"
+	muxVarEndpointLineMask      = "endpoint_line_mask"
 	muxVarExplain               = "explain"
 	muxVarFlowLineMask          = "flow_line_mask"
+	muxVarTickNs                = "tick_ns"
 	muxVarUnusedBucketLine      = "unused_bucket_line"
 	muxVarUnusedChosenBy        = "unused_chosen_by"
 	muxVarUnusedEvent           = "unused_event"
 	muxVarUnusedExit            = "unused_exit"
 	muxVarUnusedWantedNeighbour = "unused_wanted_neighbour"
+	muxVarVip4LineMask          = "vip4_line_mask"
+	muxVarVip6LineMask          = "vip6_line_mask"
 )
 
 // loadMux returns the embedded CollectionSpec for mux.
@@ -270,7 +283,8 @@ type muxSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type muxProgramSpecs struct {
-	Mux *ebpf.ProgramSpec `ebpf:"mux"`
+	Mux       *ebpf.ProgramSpec `ebpf:"mux"`
+	ReadClock *ebpf.ProgramSpec `ebpf:"read_clock"`
 }
 
 // muxMapSpecs contains maps before they are loaded into the kernel.
@@ -281,7 +295,6 @@ type muxMapSpecs struct {
 	Config           *ebpf.MapSpec `ebpf:"config"`
 	Counters         *ebpf.MapSpec `ebpf:"counters"`
 	Dips             *ebpf.MapSpec `ebpf:"dips"`
-	EndpointIds      *ebpf.MapSpec `ebpf:"endpoint_ids"`
 	Endpoints        *ebpf.MapSpec `ebpf:"endpoints"`
 	Flows            *ebpf.MapSpec `ebpf:"flows"`
 	Fragments        *ebpf.MapSpec `ebpf:"fragments"`
@@ -298,13 +311,17 @@ type muxMapSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type muxVariableSpecs struct {
+	EndpointLineMask      *ebpf.VariableSpec `ebpf:"endpoint_line_mask"`
 	Explain               *ebpf.VariableSpec `ebpf:"explain"`
 	FlowLineMask          *ebpf.VariableSpec `ebpf:"flow_line_mask"`
+	TickNs                *ebpf.VariableSpec `ebpf:"tick_ns"`
 	UnusedBucketLine      *ebpf.VariableSpec `ebpf:"unused_bucket_line"`
 	UnusedChosenBy        *ebpf.VariableSpec `ebpf:"unused_chosen_by"`
 	UnusedEvent           *ebpf.VariableSpec `ebpf:"unused_event"`
 	UnusedExit            *ebpf.VariableSpec `ebpf:"unused_exit"`
 	UnusedWantedNeighbour *ebpf.VariableSpec `ebpf:"unused_wanted_neighbour"`
+	Vip4LineMask          *ebpf.VariableSpec `ebpf:"vip4_line_mask"`
+	Vip6LineMask          *ebpf.VariableSpec `ebpf:"vip6_line_mask"`
 }
 
 // muxObjects contains all objects after they have been loaded into the kernel.
@@ -331,7 +348,6 @@ type muxMaps struct {
 	Config           *ebpf.Map `ebpf:"config"`
 	Counters         *ebpf.Map `ebpf:"counters"`
 	Dips             *ebpf.Map `ebpf:"dips"`
-	EndpointIds      *ebpf.Map `ebpf:"endpoint_ids"`
 	Endpoints        *ebpf.Map `ebpf:"endpoints"`
 	Flows            *ebpf.Map `ebpf:"flows"`
 	Fragments        *ebpf.Map `ebpf:"fragments"`
@@ -350,7 +366,6 @@ func (m *muxMaps) Close() error {
 		m.Config,
 		m.Counters,
 		m.Dips,
-		m.EndpointIds,
 		m.Endpoints,
 		m.Flows,
 		m.Fragments,
@@ -368,25 +383,31 @@ func (m *muxMaps) Close() error {
 //
 // It can be passed to loadMuxObjects or ebpf.CollectionSpec.LoadAndAssign.
 type muxVariables struct {
+	EndpointLineMask      *ebpf.Variable `ebpf:"endpoint_line_mask"`
 	Explain               *ebpf.Variable `ebpf:"explain"`
 	FlowLineMask          *ebpf.Variable `ebpf:"flow_line_mask"`
+	TickNs                *ebpf.Variable `ebpf:"tick_ns"`
 	UnusedBucketLine      *ebpf.Variable `ebpf:"unused_bucket_line"`
 	UnusedChosenBy        *ebpf.Variable `ebpf:"unused_chosen_by"`
 	UnusedEvent           *ebpf.Variable `ebpf:"unused_event"`
 	UnusedExit            *ebpf.Variable `ebpf:"unused_exit"`
 	UnusedWantedNeighbour *ebpf.Variable `ebpf:"unused_wanted_neighbour"`
+	Vip4LineMask          *ebpf.Variable `ebpf:"vip4_line_mask"`
+	Vip6LineMask          *ebpf.Variable `ebpf:"vip6_line_mask"`
 }
 
 // muxPrograms contains all programs after they have been loaded into the kernel.
 //
 // It can be passed to loadMuxObjects or ebpf.CollectionSpec.LoadAndAssign.
 type muxPrograms struct {
-	Mux *ebpf.Program `ebpf:"mux"`
+	Mux       *ebpf.Program `ebpf:"mux"`
+	ReadClock *ebpf.Program `ebpf:"read_clock"`
 }
 
 func (p *muxPrograms) Close() error {
 	return _MuxClose(
 		p.Mux,
+		p.ReadClock,
 	)
 }
 

@@ -30,16 +30,13 @@ func grace() error {
 	return nil
 }
 
-// ids hands out 1..max (VIPs, DIPs) or 0..max-1 (endpoints). A retired id may
-// still be in a packet's hands: it is used again only after a grace period,
-// and a DIP's only after a sweep of the connection table as well.
+// ids hands out DIP ids, 1..end-1. A retired id may still be in a packet's
+// hands or in the connection table: a sweep makes it free.
 type ids struct {
-	what    string
 	next    uint32 // never used yet, and all above it
 	end     uint32
 	free    []uint32
 	retired []uint32
-	swept   bool // retired ids wait for Sweep too
 }
 
 func (p *ids) take(d *Datapath) (uint32, error) {
@@ -52,31 +49,17 @@ func (p *ids) take(d *Datapath) (uint32, error) {
 		p.next++
 		return p.next - 1, nil
 	}
-	if len(p.retired) == 0 {
-		return 0, fmt.Errorf("the mux is full: %d %s", p.end, p.what)
+	if len(p.retired) > 0 {
+		d.sweep(d.Now())
 	}
-	if p.swept {
-		d.sweep(Monotonic())
-	} else if err := p.recycle(); err != nil {
-		return 0, err
+	if len(p.free) == 0 {
+		return 0, fmt.Errorf("the mux is full: %d DIPs", p.end-1)
 	}
 	return p.take(d)
 }
 
 func (p *ids) giveBack(id uint32) { p.free = append(p.free, id) }
 func (p *ids) retire(id uint32)   { p.retired = append(p.retired, id) }
-
-func (p *ids) recycle() error {
-	if len(p.retired) == 0 {
-		return nil
-	}
-	if err := grace(); err != nil {
-		return err
-	}
-	p.free = append(p.free, p.retired...)
-	p.retired = p.retired[:0]
-	return nil
-}
 
 // use marks the ids in use that a pinned datapath has; the rest is free.
 func (p *ids) use(first uint32, used map[uint32]bool) {

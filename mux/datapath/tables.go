@@ -54,14 +54,15 @@ type Delta struct {
 // vip and endpoint are what the kernel runs, as the loader knows it.
 type vip struct {
 	VIP
-	id        uint32
+	slot      uint32
 	endpoints int
 	any       [2]int // endpoints with any port, TCP and UDP
 }
 
 type endpoint struct {
 	Endpoint
-	id    uint32
+	slot  uint32
+	key   uint64
 	dips  map[lb.DIP]uint32 // ids
 	table block             // zero size: none
 	known bool              // Endpoint is complete, not recovered from the kernel
@@ -309,14 +310,16 @@ func (d *Datapath) stageAndSwap(c *change, delta *Delta) error {
 			edit(key.VIP).count(key, +1)
 		}
 	}
-	for _, v := range vips {
-		if v.id == 0 {
-			id, err := d.vipIDs.take(d)
-			if err != nil {
-				return fmt.Errorf("put vip %s: %w", v.Addr, err)
-			}
-			v.id = id
-			c.undo = append(c.undo, func() { d.vipIDs.giveBack(id) })
+	for addr, v := range vips {
+		if d.vips[addr] != nil {
+			continue
+		}
+		table := d.vipTable(addr)
+		if err := c.try(fmt.Sprintf("put vip %s", addr), func() (err error) {
+			v.slot, err = table.reserve(vipHash(addr))
+			return err
+		}, func() { table.cancel(v.slot) }); err != nil {
+			return err
 		}
 	}
 
@@ -324,73 +327,25 @@ func (d *Datapath) stageAndSwap(c *change, delta *Delta) error {
 	puts := make([]staged, 0, len(delta.PutEndpoints))
 	for i := range delta.PutEndpoints {
 		in := &delta.PutEndpoints[i]
-		vipID := uint32(0)
-		if v := vips[in.VIP]; v != nil {
-			vipID = v.id
-		} else {
-			vipID = d.vips[in.VIP].id
+		v := vips[in.VIP]
+		if v == nil {
+			v = d.vips[in.VIP]
 		}
-		s, err := d.stage(c, in, vipID)
+		s, err := d.stage(c, in, v)
 		if err != nil {
 			return fmt.Errorf("put endpoint %s: %w", in.Endpoint, err)
 		}
 		puts = append(puts, s)
 	}
 
-	// Keys. An endpoint's record is complete before its key leads there.
+	// From here on nothing fails. What is there appears before what leads to
+	// it, and what leads somewhere goes before what is there.
 	for _, s := range puts {
-		if s.had != nil {
-			continue
-		}
-		key := d.endpointKey(s.e.Endpoint.Endpoint, vips)
-		d.endpointRecords[s.e.id] = muxEndpoint{Word: s.word, Key: key}
-		if err := c.try(fmt.Sprintf("put endpoint %s", s.e.Endpoint.Endpoint),
-			func() error { return d.maps.EndpointIds.Put(key, s.e.id) },
-			func() { _ = d.maps.EndpointIds.Delete(key) }); err != nil {
-			return err
-		}
-	}
-	for addr, v := range vips {
-		had := d.vips[addr]
-		if had != nil && had.record() == v.record() {
-			continue
-		}
-		undo := func() { _ = d.deleteVIP(addr) }
-		if had != nil {
-			undo = func() { _ = d.putVIP(had) }
-		}
-		if err := c.try(fmt.Sprintf("put vip %s", addr), func() error { return d.putVIP(v) }, undo); err != nil {
-			return err
-		}
-	}
-	for _, key := range delta.DeleteEndpoints {
-		e := d.endpoints[key]
-		if e == nil {
-			continue
-		}
-		k := d.endpointRecords[e.id].Key
-		if err := c.try(fmt.Sprintf("delete endpoint %s", key),
-			func() error { return d.maps.EndpointIds.Delete(k) },
-			func() { _ = d.maps.EndpointIds.Put(k, e.id) }); err != nil {
-			return err
-		}
-	}
-	for _, addr := range delta.DeleteVIPs {
-		v := d.vips[addr]
-		if v == nil {
-			continue
-		}
-		if err := c.try(fmt.Sprintf("delete vip %s", addr),
-			func() error { return d.deleteVIP(addr) },
-			func() { _ = d.putVIP(v) }); err != nil {
-			return err
-		}
-	}
-
-	// From here on nothing fails.
-	for _, s := range puts {
-		if s.had != nil {
-			storeUint64(&d.endpointRecords[s.e.id].Word, s.word)
+		r := d.endpointRecord(s.e.slot)
+		storeUint64(&r.Word, s.word)
+		if s.had == nil {
+			storeUint64(&r.Key, s.e.key)
+		} else {
 			d.buckets.release(s.had.table)
 			for dip, id := range s.had.dips {
 				if _, stays := s.e.dips[dip]; !stays {
@@ -400,47 +355,52 @@ func (d *Datapath) stageAndSwap(c *change, delta *Delta) error {
 		}
 		d.endpoints[s.e.Endpoint.Endpoint] = s.e
 	}
+	for addr, v := range vips {
+		d.writeVIP(v, vipUsed|v.anyFlags())
+		d.vips[addr] = v
+	}
+	for _, addr := range delta.DeleteVIPs {
+		if v := d.vips[addr]; v != nil {
+			d.writeVIP(v, vipDeleted)
+			d.vipTable(addr).remove(v.slot)
+			delete(d.vips, addr)
+		}
+	}
 	for _, key := range delta.DeleteEndpoints {
 		e := d.endpoints[key]
 		if e == nil {
 			continue
 		}
-		storeUint64(&d.endpointRecords[e.id].Word, wordOf(block{}, 0, lb.ConsistencyHash))
+		r := d.endpointRecord(e.slot)
+		storeUint64(&r.Key, keyDeleted)
+		storeUint64(&r.Word, wordOf(block{}, 0, lb.ConsistencyHash))
 		for _, id := range e.dips {
 			d.killDIP(id)
 		}
 		d.buckets.release(e.table)
-		d.endpointIDs.retire(e.id)
+		d.endpointTable.remove(e.slot)
 		delete(d.endpoints, key)
-	}
-	for addr, v := range vips {
-		d.vips[addr] = v
-	}
-	for _, addr := range delta.DeleteVIPs {
-		if v := d.vips[addr]; v != nil {
-			d.vipIDs.retire(v.id)
-			delete(d.vips, addr)
-		}
 	}
 	return nil
 }
 
 // stage writes an endpoint's missing DIP records and its bucket table where no
 // packet looks yet.
-func (d *Datapath) stage(c *change, in *Endpoint, vipID uint32) (staged, error) {
+func (d *Datapath) stage(c *change, in *Endpoint, v *vip) (staged, error) {
 	s := staged{had: d.endpoints[in.Endpoint]}
 	s.e = &endpoint{Endpoint: *in, dips: make(map[lb.DIP]uint32, len(in.DIPs)), known: true}
 	s.e.DIPs = slices.Clone(in.DIPs)
 	s.e.Buckets = slices.Clone(in.Buckets)
 	if s.had != nil {
-		s.e.id = s.had.id
+		s.e.slot, s.e.key = s.had.slot, s.had.key
 	} else {
-		id, err := d.endpointIDs.take(d)
-		if err != nil {
+		s.e.key = endpointKey(v, in.Endpoint)
+		if err := c.try("take a slot", func() (err error) {
+			s.e.slot, err = d.endpointTable.reserve(spread(s.e.key))
+			return err
+		}, func() { d.endpointTable.cancel(s.e.slot) }); err != nil {
 			return s, err
 		}
-		s.e.id = id
-		c.undo = append(c.undo, func() { d.endpointIDs.giveBack(id) })
 	}
 
 	ids := make([]uint32, len(in.DIPs))
@@ -459,7 +419,7 @@ func (d *Datapath) stage(c *change, in *Endpoint, vipID uint32) (staged, error) 
 				func() error { return d.clearCounters(id) }, func() {}); err != nil {
 				return s, err
 			}
-			d.writeDIP(id, s.e.id, dip)
+			d.writeDIP(id, s.e.slot, dip)
 			c.undo = append(c.undo, func() { storeUint32(&d.dipRecords[id].Endpoint, 0) })
 		}
 		s.e.dips[dip] = ids[i]
@@ -490,9 +450,9 @@ func wordOf(table block, buckets int, consistency lb.Consistency) uint64 {
 	if buckets > 0 {
 		log2 = uint64(bits.Len(uint(buckets)) - 1)
 	}
-	word := uint64(table.first) | log2<<32
+	word := uint64(table.first) | log2<<24
 	if consistency == lb.ConsistencyTable {
-		word |= 1 << 40
+		word |= 1 << 32
 	}
 	return word
 }
@@ -511,42 +471,8 @@ func anyIndex(p lb.Protocol) int {
 	return 0
 }
 
-func (v *vip) record() muxVip {
-	var r muxVip
-	r.Id = v.id
-	if v.any[0] > 0 {
-		r.AnyTcp = 1
-	}
-	if v.any[1] > 0 {
-		r.AnyUdp = 1
-	}
-	return r
-}
-
-func (d *Datapath) putVIP(v *vip) error {
-	if v.Addr.Is4() {
-		return d.maps.Vips4.Put(v.Addr.As4(), v.record())
-	}
-	return d.maps.Vips6.Put(v.Addr.As16(), v.record())
-}
-
-func (d *Datapath) deleteVIP(addr netip.Addr) error {
-	if addr.Is4() {
-		return d.maps.Vips4.Delete(addr.As4())
-	}
-	return d.maps.Vips6.Delete(addr.As16())
-}
-
-func (d *Datapath) endpointKey(e lb.Endpoint, vips map[netip.Addr]*vip) muxEndpointKey {
-	v := vips[e.VIP]
-	if v == nil {
-		v = d.vips[e.VIP]
-	}
-	return muxEndpointKey{Vip: v.id, Port: htons(e.Port), Protocol: uint8(e.Protocol)}
-}
-
 // writeDIP fills a dead record and brings it to life by its last store.
-func (d *Datapath) writeDIP(id, endpointID uint32, dip lb.DIP) {
+func (d *Datapath) writeDIP(id, endpointSlot uint32, dip lb.DIP) {
 	r := &d.dipRecords[id]
 	*r = muxDip{
 		Tunnel: addrWords(dip.Tunnel.Dst),
@@ -568,7 +494,7 @@ func (d *Datapath) writeDIP(id, endpointID uint32, dip lb.DIP) {
 		r.Slot = r.Slot*31 ^ uint16(w) ^ uint16(w>>16)*7
 	}
 	r.Slot %= nextHopSlots
-	storeUint32(&r.Endpoint, endpointID+1)
+	storeUint32(&r.Endpoint, endpointSlot+1)
 }
 
 func (d *Datapath) readDIP(r *muxDip) lb.DIP {

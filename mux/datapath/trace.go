@@ -92,12 +92,12 @@ func (d *Datapath) runTrace(frame []byte, ifindex int) (Trace, error) {
 		t.ChosenBy = "quoted packet"
 	}
 	for _, v := range d.vips {
-		if r.Vip != 0 && v.id == r.Vip {
+		if r.Vip != 0 && v.slot == r.Vip-1 && v.Addr.Is6() == (etherType(frame) == 0x86dd) {
 			t.VIP, t.Tenant = v.Name, v.Tenant
 		}
 	}
 	for _, e := range d.endpoints {
-		if r.Endpoint != 0 && e.id == r.Endpoint-1 {
+		if r.Endpoint != 0 && e.slot == r.Endpoint-1 {
 			found := e.Endpoint
 			t.Endpoint = &found
 		}
@@ -123,6 +123,16 @@ func (d *Datapath) dipByID(id uint32) *lb.DIP {
 	return &dip
 }
 
+// etherType is what follows the frame's VLAN tags.
+func etherType(frame []byte) uint16 {
+	for at := 12; at+2 <= len(frame); at += 4 {
+		if t := binary.BigEndian.Uint16(frame[at:]); t != 0x8100 && t != 0x88a8 {
+			return t
+		}
+	}
+	return 0
+}
+
 // loadTrace loads a second instance of the program, one that explains.
 func (d *Datapath) loadTrace() error {
 	if d.trace != nil {
@@ -135,7 +145,7 @@ func (d *Datapath) loadTrace() error {
 	m := &d.maps
 	shared := map[string]*ebpf.Map{
 		muxMapChunks: m.Chunks, muxMapConfig: m.Config, muxMapCounters: m.Counters, muxMapDips: m.Dips,
-		muxMapEndpointIds: m.EndpointIds, muxMapEndpoints: m.Endpoints, muxMapFlows: m.Flows,
+		muxMapEndpoints: m.Endpoints, muxMapFlows: m.Flows,
 		muxMapFragments: m.Fragments, muxMapStats: m.Stats, muxMapTraces: m.Traces,
 		muxMapVips4: m.Vips4, muxMapVips6: m.Vips6, muxMapVlanLinks: m.VlanLinks,
 		muxMapWantedNeighbours: m.WantedNeighbours,
