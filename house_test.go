@@ -46,7 +46,7 @@ var doors = map[string][]string{
 	"go.etcd.io/etcd":                {"manager/store"},
 	"github.com/vishvananda/netns":   {"lab/fabric"},
 	"github.com/spf13/cobra":         {"cmd", "daemon", "lab"},
-	"github.com/gopacket/gopacket":   {},
+	"github.com/gopacket/gopacket":   {"mux"},
 	"github.com/vishvananda/netlink": {"lab/fabric", "mux", "mux/bench", "mux/datapath", "hostagent/datapath"},
 }
 

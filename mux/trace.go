@@ -95,7 +95,7 @@ func steps(flow lb.Flow, p *quartetv1.TracePacket, in string, length int, t data
 		say("%s is not a VIP", flow.Dst)
 	}
 	if e := t.Endpoint; e != nil {
-		say("endpoint %s (%s): consistency %s, %d DIPs, generation %d", e.Name, e.Endpoint, e.Consistency, len(e.DIPs), e.Generation)
+		say("endpoint %s (%s): consistency %s, DIPs: %d, generation %d", e.Name, e.Endpoint, e.Consistency, len(e.DIPs), e.Generation)
 	} else if t.Exit == "no_endpoint" {
 		say("the VIP has no endpoint for %s port %d", flow.Protocol, flow.DstPort)
 	}
@@ -213,5 +213,6 @@ func buildFrame(p *quartetv1.TracePacket, mac net.HardwareAddr) ([]byte, lb.Flow
 	if err := gopacket.SerializeLayers(buffer, gopacket.SerializeOptions{FixLengths: true, ComputeChecksums: true}, all...); err != nil {
 		return nil, flow, err
 	}
-	return buffer.Bytes(), flow, nil
+	// gopacket pads short frames, which the wire need not.
+	return buffer.Bytes()[:14+p.Length], flow, nil
 }

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 
 	"github.com/quartet-lb/quartet/bgp"
@@ -35,8 +36,8 @@ type options struct {
 	key          string
 	insecure     bool
 	interfaces   []string
-	pin          string
-	state        string
+	pinDir       string
+	stateDir     string
 	flows        int
 	idleTrusted  time.Duration
 	idleOther    time.Duration
@@ -77,8 +78,8 @@ forwarding; the next process adopts it. "quartet-mux detach" takes it off.`,
 	f.StringVar(&o.key, "key", "/etc/quartet/mux.key", "key `file` of --cert")
 	f.BoolVar(&o.insecure, "insecure-loopback", false, "allow http:// to a manager on a loopback address")
 	f.StringArrayVar(&o.interfaces, "interface", nil, "`interface` that packets come in by; may be repeated")
-	f.StringVar(&o.pin, "pin", defaultPin, "`directory` on a BPF filesystem where program and maps are pinned")
-	f.StringVar(&o.state, "state", "/run/quartet-mux", "`directory` of the last good tables")
+	f.StringVar(&o.pinDir, "pin-dir", defaultPin, "`directory` on a BPF filesystem where program and maps are pinned")
+	f.StringVar(&o.stateDir, "state-dir", "/run/quartet-mux", "`directory` of the last good tables")
 	f.IntVar(&o.flows, "flows", 1<<20, "connections that the connection table is meant for, 16 bytes each")
 	f.DurationVar(&o.idleTrusted, "idle-trusted", 30*time.Minute, "how long an idle flow of more than one packet keeps its connection entry, 1m..8h")
 	f.DurationVar(&o.idleOther, "idle-untrusted", 20*time.Second, "the same for a flow of one packet, 5s..1h")
@@ -91,6 +92,14 @@ forwarding; the next process adopts it. "quartet-mux detach" takes it off.`,
 	f.BoolVar(&o.detachOnStop, "detach-on-stop", false, "take the program off the interfaces when stopping")
 	o.daemon.AddFlags(f, "127.0.0.1:7471")
 
+	f.SetNormalizeFunc(func(_ *pflag.FlagSet, name string) pflag.NormalizedName {
+		switch name {
+		case "pin", "state":
+			name += "-dir"
+		}
+		return pflag.NormalizedName(name)
+	})
+
 	pin := defaultPin
 	detach := &cobra.Command{
 		Use:   "detach",
@@ -98,7 +107,7 @@ forwarding; the next process adopts it. "quartet-mux detach" takes it off.`,
 		Args:  cobra.NoArgs,
 		RunE:  func(*cobra.Command, []string) error { return datapath.Detach(pin) },
 	}
-	detach.Flags().StringVar(&pin, "pin", defaultPin, "`directory` where program and maps are pinned")
+	detach.Flags().StringVar(&pin, "pin-dir", defaultPin, "`directory` where program and maps are pinned")
 	root.AddCommand(detach)
 	daemon.Main(root)
 }
@@ -136,7 +145,7 @@ func (o *options) config() (mux.Config, error) {
 		return c, fmt.Errorf("--drain-time: %s is negative", o.drainTime)
 	}
 	c.Datapath = datapath.Config{
-		Interfaces: o.interfaces, PinDir: o.pin, Flows: o.flows, Generic: o.generic,
+		Interfaces: o.interfaces, PinDir: o.pinDir, Flows: o.flows, Generic: o.generic,
 		IdleTrusted: o.idleTrusted, IdleUntrusted: o.idleOther,
 	}
 	for _, text := range o.addresses {
@@ -159,7 +168,7 @@ func (o *options) config() (mux.Config, error) {
 	}
 	c.Link = nodelink.Config{
 		Name: o.name, Addresses: o.addresses, Version: daemon.Version(), Managers: o.managers,
-		AllowPlain: o.insecure, State: o.state,
+		AllowPlain: o.insecure, State: o.stateDir,
 	}
 	for _, url := range o.managers {
 		if strings.HasPrefix(url, "https:") && c.Link.TLS == nil {
