@@ -111,7 +111,7 @@ func (l *Lab) command(n *Node, daemon string) fabric.Command {
 	tls := []string{"--ca", ca, "--cert", cert, "--key", key}
 	node := append([]string{
 		"--name", n.Name, "--manager", l.ManagerURL(), "--metrics-listen", metricsAddress,
-		"--state-dir", filepath.Join(dir, "state"), "--pin-dir", l.PinDir(n.Name), "--interface", "eth0",
+		"--address", n.Addr4.String(), "--address", n.Addr6.String(), "--interface", "eth0",
 	}, tls...)
 	switch daemon {
 	case managerDaemon:
@@ -122,13 +122,12 @@ func (l *Lab) command(n *Node, daemon string) fabric.Command {
 		link := n.Uplink()
 		args = append(args, node...)
 		args = append(args,
-			"--source", n.Addr4.String(), "--source6", n.Addr6.String(),
-			"--asn", strconv.Itoa(int(n.ASN)), "--router-id", n.Addr4.String(),
-			"--peer", fmt.Sprintf("address=%s,asn=%d,password-file=%s,hold=9s,bfd=5ms*3,next-hop6=%s",
-				link.A4, link.A.ASN, l.passwordFile(), link.B6))
+			"--state", filepath.Join(dir, "state"), "--pin", l.PinDir(n.Name), "--bgp-asn", strconv.Itoa(int(n.ASN)),
+			"--bgp-peer", fmt.Sprintf("address=%s,asn=%d,password-file=%s,hold=9s,bfd=%s*3,next-hop6=%s",
+				link.A4, link.A.ASN, l.passwordFile(), fastBFD, link.B6))
 	case hostDaemon:
 		args = append(args, node...)
-		args = append(args, "--address", n.Addr4.String(), "--address", n.Addr6.String())
+		args = append(args, "--state-dir", filepath.Join(dir, "state"), "--pin-dir", l.PinDir(n.Name))
 	case serverDaemon:
 		args = []string{filepath.Join(l.Binaries, "quartet"), "lab", "serve", "--name", n.Name, "--port", strconv.Itoa(ServerPort)}
 	case birdDaemon:
@@ -136,6 +135,10 @@ func (l *Lab) command(n *Node, daemon string) fabric.Command {
 	}
 	return fabric.Command{Args: args, Dir: dir}
 }
+
+// fastBFD is the interval that muxes offer; the slower side's counts, which is
+// the ToR's unless a scenario asks for more speed.
+const fastBFD = 5 * time.Millisecond
 
 func (l *Lab) passwordFile() string { return filepath.Join(l.Dir(), "bgp-password") }
 
@@ -194,7 +197,7 @@ func (l *Lab) startDaemons(ctx context.Context, p progress) error {
 			return err
 		}
 		if n.Role == Manager {
-			if err := l.applyPools(ctx); err != nil {
+			if err := l.applyFirst(ctx); err != nil {
 				return err
 			}
 		}
@@ -207,22 +210,45 @@ func (l *Lab) startDaemons(ctx context.Context, p progress) error {
 	return nil
 }
 
-// applyPools tells the manager which addresses VIPs may have.
-func (l *Lab) applyPools(ctx context.Context) error {
-	var prefixes []any
+// Hello is the VIP that every lab begins with: the first VM of each host, or
+// the host where there are none. While it stands, the muxes announce both pools.
+const Hello = "hello"
+
+// applyFirst tells the manager which addresses VIPs may have, and the first VIP.
+func (l *Lab) applyFirst(ctx context.Context) error {
+	var prefixes, addresses, backends []any
 	for _, p := range VIPPools {
 		prefixes = append(prefixes, p.String())
+		addresses = append(addresses, p.Addr().Next().String())
 	}
-	pool, err := structpb.NewStruct(map[string]any{"kind": "VipPool", "name": "lab", "prefixes": prefixes})
-	if err != nil {
-		return err
+	for _, h := range l.Topology.Role(Host) {
+		dip := h
+		if below := l.Topology.Below(h); len(below) > 0 {
+			dip = below[0]
+		}
+		backends = append(backends, map[string]any{
+			"dip": dip.Addr4.String(), "dip6": dip.Addr6.String(), "host": h.Addr4.String(), "port": ServerPort,
+		})
+	}
+	var objects []*structpb.Struct
+	for _, o := range []map[string]any{
+		{"kind": "VipPool", "name": "lab", "prefixes": prefixes},
+		{"kind": "Vip", "name": Hello, "addresses": addresses, "endpoints": []any{
+			map[string]any{"name": "http", "protocol": "TCP", "port": 80, "backends": backends},
+		}},
+	} {
+		s, err := structpb.NewStruct(o)
+		if err != nil {
+			return err
+		}
+		objects = append(objects, s)
 	}
 	api, err := l.client()
 	if err != nil {
 		return err
 	}
 	return poll(ctx, 30*time.Second, func() error {
-		_, err := api.Apply(ctx, &quartetv1.ApplyRequest{Objects: []*structpb.Struct{pool}, WaitMs: 1})
+		_, err := api.Apply(ctx, &quartetv1.ApplyRequest{Objects: objects, WaitMs: 1})
 		return err
 	})
 }

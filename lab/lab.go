@@ -293,8 +293,10 @@ func Up(ctx context.Context, o Options, out io.Writer) (*Lab, error) {
 	}
 	p := progress{out, time.Now()}
 	if err := l.raise(ctx, p); err != nil {
-		if cause := context.Cause(ctx); cause != nil {
+		if ctx.Err() != nil {
 			err = errors.New("interrupted")
+		} else if file := filepath.Join(stateRoot, o.Name+".diagnosis"); os.WriteFile(file, []byte(l.Diagnose(ctx)), 0o644) == nil {
+			p.say("it failed: what each node said last is in %s", file)
 		}
 		p.say("taking down what there is")
 		return nil, errors.Join(fmt.Errorf("raise lab: %w", err), l.remove(), l.closed())

@@ -121,7 +121,7 @@ func labUpCommand(c *cli, name *string) *cobra.Command {
 The lab is up. Look around:
   quartet lab status                          the topology, and where VIPs lead
   quartet lab exec manager -- quartet get vip    the operator's commands
-  quartet lab exec client1 -- bash            a shell outside the data centre
+  quartet lab exec client1 -- bash            a shell outside; try: curl http://203.0.113.1
   quartet lab run demo                        watch traffic, a mux and a server die
   quartet lab down                            take it away
 `)

@@ -1,0 +1,214 @@
+package lab
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/quartet-lb/quartet/lab/scenario"
+)
+
+// The one lab that the end-to-end tests share. Each scenario leaves it as it
+// was; a test that can't takes it down, and the next one raises it again.
+//
+//	client1   client2
+//	  core1   core2
+//	 agg1 agg2   agg3 agg4
+//	 tor1 tor2   tor3 tor4
+//	 mux1 mux2   mux3 manager   and on each ToR two hosts with two VMs each
+var shared struct {
+	mu       sync.Mutex
+	binaries string
+	lab      *Lab
+}
+
+func TestMain(m *testing.M) {
+	status := m.Run()
+	if shared.binaries != "" {
+		os.RemoveAll(shared.binaries)
+	}
+	if _, err := Down(sharedName, os.Stderr); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		status = 1
+	}
+	os.Exit(status)
+}
+
+const sharedName = "test-e2e"
+
+func theLab(t *testing.T) *Lab {
+	t.Helper()
+	shared.mu.Lock()
+	defer shared.mu.Unlock()
+	if shared.lab != nil {
+		return shared.lab
+	}
+	if shared.binaries == "" {
+		dir, err := os.MkdirTemp("", "quartet-lab-test-")
+		if err != nil {
+			t.Fatal(err)
+		}
+		shared.binaries = dir
+		build := exec.Command("go", "build", "-o", dir+"/", "../cmd/...")
+		build.Env = append(os.Environ(), "CGO_ENABLED=0")
+		if out, err := build.CombinedOutput(); err != nil {
+			t.Fatalf("build the daemons: %v\n%s", err, out)
+		}
+	}
+	// What a test run that was killed has left.
+	if _, err := Down(sharedName, writer{t}); err != nil {
+		t.Fatal(err)
+	}
+	o := Defaults()
+	o.Name, o.Binaries = sharedName, shared.binaries
+	l, err := Up(t.Context(), o, writer{t})
+	if err != nil {
+		t.Fatal(err)
+	}
+	shared.lab = l
+	return l
+}
+
+func discard(t *testing.T) {
+	shared.mu.Lock()
+	defer shared.mu.Unlock()
+	if shared.lab != nil {
+		shared.lab.Close()
+		shared.lab = nil
+	}
+	if _, err := Down(sharedName, writer{t}); err != nil {
+		t.Error(err)
+	}
+}
+
+// Every scenario that comes with Quartet, in its short size, on real daemons.
+func TestScenarios(t *testing.T) {
+	for _, name := range Scenarios() {
+		t.Run(name, func(t *testing.T) {
+			s, err := Scenario(name)
+			if err != nil {
+				t.Fatal(err)
+			}
+			l := theLab(t)
+			var transcript bytes.Buffer
+			result, err := l.Run(t.Context(), s, RunOptions{Short: true, Out: &transcript})
+			if err != nil {
+				t.Errorf("%v\n%s", err, transcript.String())
+				discard(t)
+				return
+			}
+			for _, step := range s.Steps {
+				if step.Verb == "report" {
+					if _, ok := result.Figures[step.Args[0]]; !ok {
+						t.Errorf("the figure %s is missing", step.Args[0])
+					}
+				}
+			}
+			t.Logf("%s: %v", name, result.Figures)
+		})
+	}
+}
+
+// A step that fails ends the scenario with file and line, and what the steps
+// before it did is undone all the same.
+func TestScenarioFails(t *testing.T) {
+	l := theLab(t)
+	s, err := scenario.Parse("fails.txt", `# nothing to draw
+apply
+  kind: Vip
+  name: web
+  addresses: [203.0.113.10]
+  endpoints: [{protocol: TCP, port: 80, backends: [{dip: "{vm1-1}", host: "{host1}", port: 8080}]}]
+start load from client1 to 203.0.113.10:80 interval=10ms
+silence mux1
+unplug host8
+kill vm2-2
+terminate host3
+drain mux2
+mtu core1 client1 1400
+ignore-mss client2
+expect buckets(vm1-1) == 0
+say never
+`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var transcript bytes.Buffer
+	_, err = l.Run(t.Context(), s, RunOptions{Out: &transcript})
+	if err == nil || !strings.Contains(err.Error(), "fails.txt:15: expect buckets(vm1-1) == 0: buckets(vm1-1) is ") {
+		discard(t)
+		t.Fatalf("error %v\n%s", err, transcript.String())
+	}
+	if strings.Contains(err.Error(), "put the lab back") {
+		discard(t)
+		t.Fatal(err)
+	}
+	if strings.Contains(transcript.String(), "never") || !strings.Contains(transcript.String(), "--- diagnosis ---") {
+		t.Errorf("transcript:\n%s", transcript.String())
+	}
+	if err := l.ready(t.Context(), 1e9); err != nil {
+		t.Errorf("the lab was not put back: %v", err)
+	}
+	at, err := l.Net("core1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if mtu, err := at.MTU("client1"); err != nil || mtu != l.MTU {
+		t.Errorf("core1's MTU to client1 is %d, %v", mtu, err)
+	}
+	a, err := l.list(t.Context(), "Vip")
+	if err != nil || len(a.GetVips()) != 1 || a.GetVips()[0].GetVip().GetName() != Hello {
+		t.Errorf("VIPs are left: %v, %v", a.GetVips(), err)
+	}
+}
+
+// The operator's command works in the lab without further flags.
+func TestExec(t *testing.T) {
+	l := theLab(t)
+	var out bytes.Buffer
+	err := l.Exec("client1", []string{"quartet", "get", "mux"}, func(c *exec.Cmd) { c.Stdout, c.Stderr = &out, &out })
+	if err != nil || strings.Count(out.String(), "ready") != 3 {
+		t.Errorf("quartet get mux: %v\n%s", err, out.String())
+	}
+	if err := l.Exec("moon", []string{"true"}, func(*exec.Cmd) {}); err == nil || !strings.Contains(err.Error(), `no node "moon": core1, core2`) {
+		t.Errorf("a node that is not there: %v", err)
+	}
+}
+
+// The picture shows a dead daemon.
+func TestStatus(t *testing.T) {
+	l := theLab(t)
+	before, err := l.Status(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"core1 [BGP 4]", "mux3", "[ready, generation", "vm8-2 10.1.4.22", "agg1   tor1 tor2"} {
+		if !strings.Contains(before, want) {
+			t.Errorf("%q is missing:\n%s", want, before)
+		}
+	}
+	if strings.Contains(before, "DOWN") {
+		t.Errorf("something is down:\n%s", before)
+	}
+	s, err := scenario.Parse("status.txt", "# nothing\nkill vm8-2\nwait 5s until rx(vm8-2,host8) >= 0\nexpect 1 == 2\n")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var transcript bytes.Buffer
+	if _, err := l.Run(t.Context(), s, RunOptions{Out: &transcript}); err == nil || !strings.Contains(transcript.String(), "vm8-2 10.1.4.22 [DOWN]") {
+		t.Errorf("%v\n%s", err, transcript.String())
+	}
+}
+
+func TestSVG(t *testing.T) {
+	svg := SVG([]Plot{{Title: "a < b", Labels: []string{"x", "y"}, Values: []float64{1, 2}}})
+	for _, want := range []string{"<svg ", "a &lt; b", "y: 2", "</svg>"} {
+		if !strings.Contains(svg, want) {
+			t.Errorf("%q is missing in\n%s", want, svg)
+		}
+	}
+}
