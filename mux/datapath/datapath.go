@@ -64,15 +64,14 @@ type endpointRecord struct{ Key, Word uint64 }
 
 // Datapath is an attached mux. Its methods may be called concurrently.
 type Datapath struct {
-	config Config
-	spec   *ebpf.CollectionSpec
-	dir    string // of this layout's maps, below Config.PinDir
-	maps   muxMaps
-	mux    *ebpf.Program
-	trace  *ebpf.Program
-	// readClock tells the time by which connection entries are dated.
-	readClock *ebpf.Program
-	hops      *neighbours
+	config      Config
+	spec        *ebpf.CollectionSpec
+	dir         string // of this layout's maps, below Config.PinDir
+	maps        muxMaps
+	mux         *ebpf.Program
+	trace       *ebpf.Program
+	clockOffset time.Duration // of the packet path's clock from Monotonic
+	hops        *neighbours
 
 	settings      *muxSettings
 	vip4Lines     []muxVip4Line
@@ -291,8 +290,9 @@ func (d *Datapath) load() error {
 	}); err != nil {
 		return err
 	}
-	d.mux, d.readClock, d.maps = objects.Mux, objects.ReadClock, objects.muxMaps
-	return nil
+	d.mux, d.maps = objects.Mux, objects.muxMaps
+	defer objects.ReadClock.Close()
+	return d.readOffset(objects.ReadClock)
 }
 
 func (d *Datapath) mapAll() error {
@@ -531,7 +531,6 @@ func (d *Datapath) Close() error {
 	}
 	if d.mux != nil {
 		d.mux.Close()
-		d.readClock.Close()
 	}
 	if d.maps.Config != nil {
 		return d.maps.Close()

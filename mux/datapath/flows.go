@@ -2,11 +2,13 @@ package datapath
 
 import (
 	"encoding/binary"
+	"fmt"
 	"sync/atomic"
 	"time"
 	"unsafe"
 
 	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
 )
 
 // struct flow_line's entries, as mux.bpf.c describes them.
@@ -30,18 +32,28 @@ type FlowTable struct {
 	Stale     uint64 // packets whose entry named a DIP that is gone
 }
 
-// Now is the clock that connection entries are dated by: the kernel's ticks.
-func (d *Datapath) Now() time.Duration {
-	var c muxClock
-	buf := make([]byte, unsafe.Sizeof(c))
-	if _, err := d.readClock.Run(&ebpf.RunOptions{Context: buf}); err != nil {
-		return 0 // can't be: the program takes nothing
+// Monotonic is the clock that Sweep goes by.
+func Monotonic() time.Duration {
+	var t unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &t); err != nil {
+		return 0 // can't be: the clock's id is right
 	}
-	return time.Duration(binary.NativeEndian.Uint64(buf))
+	return time.Duration(t.Nano())
+}
+
+// readOffset learns how far the packet path's clock, the kernel's ticks, is
+// ahead of Monotonic. The one is counted by the other, so it stays so.
+func (d *Datapath) readOffset(clock *ebpf.Program) error {
+	buf := make([]byte, unsafe.Sizeof(muxClock{}))
+	if _, err := clock.Run(&ebpf.RunOptions{Context: buf}); err != nil {
+		return fmt.Errorf("read clock: %w", err)
+	}
+	d.clockOffset = time.Duration(binary.NativeEndian.Uint64(buf)) - Monotonic()
+	return nil
 }
 
 // Sweep removes connection entries that have been idle for longer than their
-// class allows or whose DIP is gone. now is Now's. Call it at least
+// class allows or whose DIP is gone. now is Monotonic's. Call it at least
 // hourly: the entries' clock goes round in 9.8 hours, and an entry not looked
 // at for so long seems fresh.
 func (d *Datapath) Sweep(now time.Duration) FlowTable {
@@ -57,7 +69,7 @@ func (d *Datapath) sweep(now time.Duration) FlowTable {
 	dead := len(d.dipIDs.retired)
 	graced := grace() == nil // after it no packet inserts an entry for a dead DIP
 	var t FlowTable
-	at := uint32(now>>flowTimeUnitBits) & flowTimeMask
+	at := uint32((now+d.clockOffset)>>flowTimeUnitBits) & flowTimeMask
 	idle := [2]uint32{d.settings.IdleUntrusted, d.settings.IdleTrusted}
 	for i := range d.flowLines {
 		line := &d.flowLines[i]

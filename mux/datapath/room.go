@@ -50,7 +50,7 @@ func (p *ids) take(d *Datapath) (uint32, error) {
 		return p.next - 1, nil
 	}
 	if len(p.retired) > 0 {
-		d.sweep(d.Now())
+		d.sweep(Monotonic())
 	}
 	if len(p.free) == 0 {
 		return 0, fmt.Errorf("the mux is full: %d DIPs", p.end-1)
