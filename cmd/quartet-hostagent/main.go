@@ -64,39 +64,33 @@ with the last tables. "quartet-hostagent detach" takes it off.`,
 	f.StringVar(&o.cert, "cert", "/etc/quartet/hostagent.crt", "this host's certificate `file`")
 	f.StringVar(&o.key, "key", "/etc/quartet/hostagent.key", "key `file` of --cert")
 	f.BoolVar(&o.insecure, "insecure-loopback", false, "no TLS; only to a manager on a loopback address (http://)")
-	f.StringVar(&o.stateDir, "state-dir", "/run/quartet/hostagent", "`directory` of the last good tables")
+	f.StringVar(&o.stateDir, "state-dir", "/run/quartet-hostagent", "`directory` of the last good tables")
 	f.Uint16Var(&o.datapath.MSS, "mss", 0, "highest TCP MSS in `bytes` that servers announce; 0: what the uplink's MTU and the tunnel leave")
 	f.Uint32Var(&o.datapath.Flows, "flows", datapath.DefaultFlows, "trusted `flows` to remember")
 	f.Uint32Var(&o.datapath.Rules, "rules", datapath.DefaultRules, "most NAT `rules`")
 	f.Uint32Var(&o.datapath.Meters, "meters", datapath.DefaultMeters, "most (VIP, peer prefix, direction) `meters`")
 	f.StringVar(&o.commands, "check-commands", "", "`directory` of the programs that command checks may run; empty: none may")
-	attachFlags(f, &o.datapath)
-	o.daemon.AddFlags(f, ":7472")
+	f.StringArrayVar(&o.datapath.Interfaces, "interface", nil, "an uplink, by `name`; may be repeated")
+	pinFlag(f, &o.datapath.PinDir)
+	o.daemon.AddFlags(f, "127.0.0.1:7472")
 
 	root.AddCommand(detachCommand())
 	daemon.Main(root)
 }
 
-func attachFlags(f *pflag.FlagSet, c *datapath.Config) {
-	f.StringArrayVar(&c.Interfaces, "interface", nil, "an uplink, by `name`; may be repeated")
-	f.StringVar(&c.PinDir, "pin-dir", datapath.DefaultPinDir, "`directory` on a BPF file system that keeps the packet path alive")
+func pinFlag(f *pflag.FlagSet, dir *string) {
+	f.StringVar(dir, "pin-dir", datapath.DefaultPinDir, "`directory` on a BPF file system that keeps the packet path alive")
 }
 
 func detachCommand() *cobra.Command {
-	var c datapath.Config
+	var pinDir string
 	detach := &cobra.Command{
 		Use:   "detach",
 		Short: "Take the packet path off the uplinks: this host answers for no VIP any more",
 		Args:  cobra.NoArgs,
-		RunE: func(*cobra.Command, []string) error {
-			d, err := datapath.Open(c)
-			if err != nil {
-				return err
-			}
-			return d.Detach()
-		},
+		RunE:  func(*cobra.Command, []string) error { return datapath.Detach(pinDir) },
 	}
-	attachFlags(detach.Flags(), &c)
+	pinFlag(detach.Flags(), &pinDir)
 	return detach
 }
 

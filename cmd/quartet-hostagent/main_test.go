@@ -90,7 +90,7 @@ func newSite(t *testing.T) *site {
 				p.stop(syscall.SIGKILL)
 			}
 		}
-		s.run("detach", "--interface", "eth0", "--pin-dir", s.pins())
+		s.run("detach", "--pin-dir", s.pins())
 		os.Remove(s.pins())
 		if t.Failed() {
 			logs, _ := filepath.Glob(s.file("*.log"))
@@ -523,7 +523,7 @@ func TestHostAgent(t *testing.T) {
 
 	// Detached, nothing is left.
 	s.agent.stop(syscall.SIGTERM)
-	if out, status := s.run("detach", "--interface", "eth0", "--pin-dir", s.pins()); status != 0 || out != "" {
+	if out, status := s.run("detach", "--pin-dir", s.pins()); status != 0 || out != "" {
 		t.Errorf("detach: status %d: %s", status, out)
 	}
 	s.until("eth0 has no XDP program", func() bool { return !s.attached() }) // the kernel frees links later
@@ -559,6 +559,9 @@ func TestRefusals(t *testing.T) {
 		{with("--metrics-listen", "", "--state-dir", s.file("ca.crt")), s.file("ca.crt")},
 		{with("--log-level", "loud"), "debug, info, warn or error"},
 		{[]string{"--nonsense"}, "unknown flag: --nonsense"},
+		{[]string{"detach", "--pin-dir", "/sys/fs/bpf/nonexistent"}, "read pin directory /sys/fs/bpf/nonexistent: no such file"},
+		{[]string{"detach", "--pin-dir", s.dir}, "is on no BPF file system"},
+		{[]string{"detach", "--pin-dir", "/sys/fs/bpf"}, "which is no host agent's"},
 		{[]string{"nonsense"}, `unknown command "nonsense"`},
 	} {
 		out, status := s.run(c.args...)

@@ -12,6 +12,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -130,6 +131,7 @@ type attachment struct {
 	program *ebpf.Program
 	pin     string
 	link    link.Link
+	made    bool // by this process
 	behind  bool // runs a program over another layout's maps
 }
 
@@ -160,6 +162,13 @@ func Open(c Config) (*Datapath, error) {
 		return nil, err
 	}
 	if err := d.open(uplinks); err != nil {
+		for _, u := range d.uplinks {
+			for _, a := range u.links {
+				if a.made {
+					_ = os.Remove(a.pin)
+				}
+			}
+		}
 		_ = d.Close()
 		if fresh {
 			_ = os.RemoveAll(d.dir)
@@ -368,18 +377,11 @@ func (u *uplink) attachments(d *Datapath) []*attachment {
 }
 
 // attach puts the programs on each uplink: in place of those on a pinned link,
-// else by a link of their own. If one fails, those that it made are undone.
-func (d *Datapath) attach(uplinks []uplink) (err error) {
-	var made []*attachment
-	defer func() {
-		if err != nil {
-			for _, a := range made {
-				_ = os.Remove(a.pin)
-				_ = a.link.Close()
-			}
-		}
-	}()
-	for _, u := range uplinks {
+// else by a link of their own.
+func (d *Datapath) attach(uplinks []uplink) error {
+	d.uplinks = uplinks
+	for i := range d.uplinks {
+		u := &d.uplinks[i]
 		for _, a := range u.attachments(d) {
 			if err := a.adopt(&d.objects, u.index); err != nil {
 				return fmt.Errorf("adopt the link pinned for %s: %w", u.name, err)
@@ -388,16 +390,14 @@ func (d *Datapath) attach(uplinks []uplink) (err error) {
 				if err := a.attach(u); err != nil {
 					return err
 				}
-				made = append(made, a)
 			}
 			u.links = append(u.links, a)
 		}
-		d.uplinks = append(d.uplinks, u)
 	}
-	// Only after every attachment is sure to stand do running programs change.
+	// Only when every attachment is sure to stand do running programs change.
 	for _, u := range d.uplinks {
 		for _, a := range u.links {
-			if !a.behind && !slices.Contains(made, a) {
+			if !a.behind && !a.made {
 				if err := a.link.Update(a.program); err != nil {
 					return fmt.Errorf("swap programs on %s: %w", u.name, err)
 				}
@@ -456,7 +456,7 @@ func runsOtherMaps(id ebpf.ProgramID, flows *ebpf.Map) (bool, error) {
 	return !slices.Contains(used, own), nil
 }
 
-func (a *attachment) attach(u uplink) error {
+func (a *attachment) attach(u *uplink) error {
 	var err error
 	if a.program.Type() == ebpf.XDP {
 		// Not generic XDP: it runs after GRO has joined encapsulated segments.
@@ -481,6 +481,7 @@ func (a *attachment) attach(u uplink) error {
 	if err := a.link.Pin(a.pin); err != nil {
 		return errors.Join(fmt.Errorf("pin link of %s: %w", u.name, err), a.link.Close())
 	}
+	a.made = true
 	return nil
 }
 
@@ -570,24 +571,45 @@ func (d *Datapath) Close() error {
 	return errors.Join(append(errs, d.objects.Close())...)
 }
 
-// Detach takes the packet path off all interfaces and removes all that is
-// pinned: from then on this host answers for no VIP.
+// Detach closes the packet path and takes it off; see the function Detach.
 func (d *Datapath) Detach() error {
 	if err := d.Close(); err != nil {
 		return err
 	}
-	entries, err := os.ReadDir(d.config.PinDir)
+	return Detach(d.config.PinDir)
+}
+
+// ours are the names that Open makes in a pin directory.
+var ours = regexp.MustCompile(`^(inbound|outbound)-[0-9]+$|^maps-[0-9a-f]{12}$`)
+
+// Detach takes the packet path that is pinned in pinDir off all interfaces and
+// removes all that is pinned: from then on this host answers for no VIP. A
+// directory that holds anything else is refused and left as it is.
+func Detach(pinDir string) error {
+	var fs unix.Statfs_t
+	if err := unix.Statfs(pinDir, &fs); err != nil {
+		return fmt.Errorf("read pin directory %s: %w", pinDir, err)
+	}
+	if fs.Type != unix.BPF_FS_MAGIC {
+		return fmt.Errorf("pin directory %s is on no BPF file system", pinDir)
+	}
+	entries, err := os.ReadDir(pinDir)
 	if err != nil {
 		return fmt.Errorf("read pin directory: %w", err)
+	}
+	for _, e := range entries {
+		if !ours.MatchString(e.Name()) {
+			return fmt.Errorf("pin directory %s holds %s, which is no host agent's", pinDir, e.Name())
+		}
 	}
 	// Links first: their names sort behind the maps'.
 	slices.Reverse(entries)
 	for _, e := range entries {
-		if err := os.RemoveAll(filepath.Join(d.config.PinDir, e.Name())); err != nil {
+		if err := os.RemoveAll(filepath.Join(pinDir, e.Name())); err != nil {
 			return fmt.Errorf("remove pinned %s: %w", e.Name(), err)
 		}
 	}
-	if err := os.Remove(d.config.PinDir); err != nil {
+	if err := os.Remove(pinDir); err != nil {
 		return fmt.Errorf("remove pin directory: %w", err)
 	}
 	return nil

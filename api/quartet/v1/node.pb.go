@@ -1282,7 +1282,8 @@ func (x *CheckResult) GetReason() string {
 	return ""
 }
 
-// Meter counts one host's traffic for the traffic matrix.
+// Meter counts one host's traffic for the traffic matrix. Totals; a report has
+// those that changed. A total below the one before has started anew.
 type Meter struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Vip           string                 `protobuf:"bytes,1,opt,name=vip,proto3" json:"vip,omitempty"`          // address
