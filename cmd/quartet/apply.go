@@ -9,6 +9,7 @@ import (
 	"github.com/spf13/cobra"
 
 	quartetv1 "github.com/quartet-lb/quartet/api/quartet/v1"
+	"github.com/quartet-lb/quartet/manager/object"
 )
 
 func applyCommand(c *cli) *cobra.Command {
@@ -52,10 +53,16 @@ until the nodes run the change and says how many do.`,
 			if err != nil {
 				return err
 			}
+			objects, _ := object.Decode(request.GetObjects())
+			for _, o := range objects {
+				for _, warning := range object.Warnings(o.Vip) {
+					fmt.Fprintf(c.err, "warning: %s: %s\n", o, warning)
+				}
+			}
 			return c.changed(response, response.GetChanges(), response.GetRollout(), dryRun, format)
 		},
 	}
-	cmd.Flags().StringSliceVarP(&files, "filename", "f", nil, "`file`, directory, or \"-\" for standard input; may be repeated")
+	cmd.Flags().StringArrayVarP(&files, "filename", "f", nil, "`file`, directory, or \"-\" for standard input; may be repeated")
 	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "check and say what would change, and change nothing")
 	addWait(cmd, &wait)
 	format.add(cmd, "json", "yaml")

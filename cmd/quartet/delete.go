@@ -67,7 +67,7 @@ are gone, which the manager then forgets.`,
 			return c.changed(response, response.GetChanges(), response.GetRollout(), false, format)
 		},
 	}
-	cmd.Flags().StringSliceVarP(&files, "filename", "f", nil, "`file`, directory, or \"-\" for standard input, whose objects to delete; may be repeated")
+	cmd.Flags().StringArrayVarP(&files, "filename", "f", nil, "`file`, directory, or \"-\" for standard input, whose objects to delete; may be repeated")
 	addWait(cmd, &wait)
 	format.add(cmd, "json", "yaml")
 	_ = cmd.MarkFlagFilename("filename", "yaml", "yml", "json")
