@@ -96,7 +96,7 @@ func (l *testLab) dial(t *testing.T, network, vip string) net.Conn {
 		return err
 	})
 	t.Cleanup(func() { _ = c.Close() })
-	if err := c.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
+	if err := c.SetDeadline(time.Now().Add(60 * time.Second)); err != nil {
 		t.Fatal(err)
 	}
 	return c

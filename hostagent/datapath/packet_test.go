@@ -2,8 +2,10 @@ package datapath
 
 import (
 	"bytes"
+	"encoding/binary"
 	"encoding/hex"
 	"fmt"
+	"maps"
 	"net/netip"
 	"os"
 	"strings"
@@ -11,6 +13,7 @@ import (
 	"testing"
 
 	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/asm"
 
 	"github.com/quartet-lb/quartet/lb"
 )
@@ -225,4 +228,368 @@ func meterMap(t testing.TB, d *Datapath) map[string]Meter {
 		byName[fmt.Sprintf("%s %s inbound=%t", m.VIP, m.Peer, m.Inbound)] = m
 	}
 	return byName
+}
+
+func passAll() asm.Instructions {
+	const xdpPass = 2
+	return asm.Instructions{asm.Mov.Imm(asm.R0, xdpPass), asm.Return()}
+}
+
+// in is an inbound step in IP-in-IP.
+func (f family) in(p ip, exit string, want ...ip) step {
+	s := step{program: "in", packet: frame(ipip(f.mux, f.tunnel, p.bytes()).bytes()), exit: exit}
+	if len(want) > 0 {
+		s.out = frame(want[0].bytes())
+	}
+	return s
+}
+
+func (f family) out(p ip, exit string, want ...ip) step {
+	s := step{program: "out", packet: frame(p.bytes()), exit: exit}
+	if len(want) > 0 {
+		s.out = frame(want[0].bytes())
+	}
+	return s
+}
+
+func runAll(t *testing.T, d *Datapath, steps ...step) {
+	t.Helper()
+	for i, s := range steps {
+		s.run(t, d, fmt.Sprintf("step %d", i))
+	}
+}
+
+// at is an address with another port.
+func at(a string, port uint16) string { return netip.AddrPortFrom(addrPort(a).Addr(), port).String() }
+
+// A connection stays with the target that it began with through three changes
+// of its rule; a SYN takes the current one, on the same ports as well.
+func TestRuleChangeKeepsConnections(t *testing.T) {
+	for _, f := range families {
+		t.Run(f.name, func(t *testing.T) {
+			d := loaded(t, Config{}, f.rules()...)
+			runAll(t, d,
+				f.in(tcpPacket(f.client, f.vip, syn, ""), "in_delivered", tcpPacket(f.client, f.dip, syn, "")),
+				f.in(tcpPacket(f.client, f.vip, ack, ""), "in_delivered", tcpPacket(f.client, f.dip, ack, "")),
+				f.in(udpPacket(f.client, f.vip, "a"), "in_delivered", udpPacket(f.client, f.dip, "a")),
+			)
+			for i := range uint16(3) {
+				rules := f.rules()
+				rules[0].DIPPort, rules[1].DIPPort = 9001+i, 9001+i
+				if err := d.Replace(rules); err != nil {
+					t.Fatal(err)
+				}
+				current := at(f.dip, 9001+i)
+				runAll(t, d,
+					f.in(tcpPacket(f.client, f.vip, ack, "x"), "in_delivered", tcpPacket(f.client, f.dip, ack, "x")),
+					f.out(tcpPacket(f.dip, f.client, ack, "y"), "out_translated", tcpPacket(f.vip, f.client, ack, "y")),
+					f.in(udpPacket(f.client, f.vip, "b"), "in_delivered", udpPacket(f.client, f.dip, "b")),
+					f.in(tcpPacket(f.client2, f.vip, syn, ""), "in_delivered", tcpPacket(f.client2, current, syn, "")),
+					f.out(tcpPacket(current, f.client2, syn|ack, ""), "out_translated", tcpPacket(f.vip, f.client2, syn|ack, "")),
+				)
+			}
+			// Idle, the UDP flow moves.
+			var key agentFlowKey
+			var value agentFlow
+			for it := d.objects.Flows.Iterate(); it.Next(&key, &value); {
+				if key.Protocol == 17 {
+					value.Seen -= 61
+					if err := d.objects.Flows.Put(key, value); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+			current := at(f.dip, 9003)
+			runAll(t, d,
+				f.in(udpPacket(f.client, f.vip, "c"), "in_delivered", udpPacket(f.client, current, "c")),
+				f.in(tcpPacket(f.client, f.vip, syn, ""), "in_delivered", tcpPacket(f.client, current, syn, "")),
+				f.in(tcpPacket(f.client, f.vip, ack, "x"), "in_delivered", tcpPacket(f.client, current, ack, "x")),
+			)
+			// A fourth change forgets the first target.
+			rules := f.rules()
+			rules[0].DIPPort = 9004
+			if err := d.Replace(rules[:1]); err != nil {
+				t.Fatal(err)
+			}
+			runAll(t, d,
+				f.in(tcpPacket(f.client, f.vip, ack, "x"), "in_delivered", tcpPacket(f.client, current, ack, "x")),
+				f.in(udpPacket(f.client, f.vip, "c"), "in_no_rule"),
+			)
+		})
+	}
+}
+
+// A flood of first packets, many times the tables' size, leaves every trusted
+// flow in place (Ananta section 3.3.3). A flood of flows of two packets evicts
+// idle ones, and an inbound packet makes them again.
+func TestFloodSparesTrustedFlows(t *testing.T) {
+	f := families[0]
+	d := loaded(t, Config{Flows: 1024}, f.rules()...)
+	client := func(n int) string {
+		return netip.AddrPortFrom(netip.AddrFrom4([4]byte{198, 18, byte(n >> 8), byte(n)}), 40000).String()
+	}
+	flooder := func(n int) string {
+		return netip.AddrPortFrom(netip.AddrFrom4([4]byte{100, 64 + byte(n>>16), byte(n >> 8), byte(n)}), 1234).String()
+	}
+	send := func(p ip) {
+		if verdict, _ := runOnly(t, d.objects.Inbound, f.in(p, "").packet); verdict != 2 {
+			t.Fatalf("verdict %d", verdict)
+		}
+	}
+	const established = 300
+	for n := range established {
+		send(tcpPacket(client(n), f.vip, syn, ""))
+		send(tcpPacket(client(n), f.vip, ack, ""))
+	}
+	for n := range 20_000 {
+		send(tcpPacket(flooder(n), f.vip, syn, ""))
+	}
+	s, err := d.Flows()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if s.Trusted != established || s.Untrusted > s.UntrustedMax || s.Promoted != established || s.Recreated != 0 {
+		t.Fatalf("%+v: want %d trusted and none recreated", s, established)
+	}
+	for n := range established {
+		// The server speaks first: nothing could make the flow again.
+		f.out(tcpPacket(f.dip, client(n), ack, "y"), "out_translated", tcpPacket(f.vip, client(n), ack, "y")).run(t, d, client(n))
+	}
+	for n := range 20_000 {
+		send(tcpPacket(flooder(n), f.vip, syn, ""))
+		send(tcpPacket(flooder(n), f.vip, ack, ""))
+	}
+	for n := range established {
+		f.in(tcpPacket(client(n), f.vip, ack, "x"), "in_delivered", tcpPacket(client(n), f.dip, ack, "x")).run(t, d, client(n))
+		f.out(tcpPacket(f.dip, client(n), ack, "y"), "out_translated", tcpPacket(f.vip, client(n), ack, "y")).run(t, d, client(n))
+	}
+}
+
+// Frames that no generator of sensible packets would make.
+func TestStrangeFrames(t *testing.T) {
+	for _, f := range families {
+		t.Run(f.name, func(t *testing.T) {
+			d := loaded(t, Config{}, f.rules()...)
+			inner := tcpPacket(f.client, f.vip, ack, "data").bytes()
+			tunnelled := ipip(f.mux, f.tunnel, inner).bytes()
+			var steps []step
+			drop := func(packet []byte, exit string) {
+				steps = append(steps, step{"in", packet, exit, nil})
+			}
+			// A loop: our own tunnel within our own tunnel, however deep.
+			looped := tunnelled
+			for range 3 {
+				looped = ipip(f.mux, f.tunnel, looped).bytes()
+				drop(frame(looped), "in_nested")
+			}
+			drop(frame(gue1(f.mux, f.tunnel, gue1(f.mux, f.tunnel, inner).bytes()).bytes()), "in_nested")
+			// Every truncation of the frame; the outer length says otherwise.
+			overhead := len(tunnelled) - len(inner)
+			for n := 15; n < 14+len(tunnelled); n++ {
+				exit := "in_truncated"
+				if n < 14+overhead {
+					exit = "in_not_tunnel"
+				}
+				drop(frame(tunnelled)[:n], exit)
+			}
+			// The inner packet is longer than the outer says.
+			short := ipip(f.mux, f.tunnel, inner[:len(inner)-4]).bytes()
+			drop(frame(append(short, inner[len(inner)-4:]...)), "in_truncated")
+			// Ethernet's padding behind the packet is carried along.
+			padded := append(frame(tunnelled), 0, 0, 0)
+			steps = append(steps, step{"in", padded, "in_delivered", append(frame(tcpPacket(f.client, f.dip, ack, "data").bytes()), 0, 0, 0)})
+			// VLAN tags stay; a third one is one too many.
+			for tags := 1; tags <= 2; tags++ {
+				vlans := []uint16{100, 200}[:tags]
+				steps = append(steps, step{"in", frame(tunnelled, vlans...), "in_delivered",
+					frame(tcpPacket(f.client, f.dip, ack, "data").bytes(), vlans...)})
+			}
+			drop(frame(tunnelled, 1, 2, 3), "in_not_tunnel")
+			// Larger than a page: the driver has it in several buffers.
+			jumbo := strings.Repeat("jumbo", 1700)
+			steps = append(steps, f.in(tcpPacket(f.client, f.vip, ack, jumbo), "in_delivered", tcpPacket(f.client, f.dip, ack, jumbo)),
+				f.in(udpPacket(f.client, f.vip, jumbo), "in_delivered", udpPacket(f.client, f.dip, jumbo)))
+			largest := strings.Repeat("x", 65535-8-40-60)
+			steps = append(steps, f.in(udpPacket(f.client, f.vip, largest), "in_delivered", udpPacket(f.client, f.dip, largest)))
+			runAll(t, d, steps...)
+		})
+	}
+}
+
+// Overlapping and repeated fragments are the receiver's to judge: each goes
+// where its packet's first one went, and only its addresses change.
+func TestFragments(t *testing.T) {
+	for _, f := range families {
+		t.Run(f.name, func(t *testing.T) {
+			d := loaded(t, Config{}, f.rules()...)
+			send, want := udpPacket(f.client, f.vip, strings.Repeat("0123456789abcdef", 8)), udpPacket(f.client, f.dip, strings.Repeat("0123456789abcdef", 8))
+			send.id, want.id = 77, 77
+			a, b := send.fragments(64, 104), want.fragments(64, 104)
+			overlap, overlapped := a[1], b[1]
+			overlap.offset, overlapped.offset = 8, 8
+			other := a[1]
+			other.id = 78
+			runAll(t, d,
+				f.in(a[1], "in_fragment_unknown"),
+				f.in(a[0], "in_delivered", b[0]),
+				f.in(a[2], "in_delivered_fragment", b[2]),
+				f.in(a[1], "in_delivered_fragment", b[1]),
+				f.in(a[1], "in_delivered_fragment", b[1]),
+				f.in(overlap, "in_delivered_fragment", overlapped),
+				f.in(other, "in_fragment_unknown"),
+			)
+			back, home := udpPacket(f.dip, f.client, strings.Repeat("fedcba9876543210", 8)), udpPacket(f.vip, f.client, strings.Repeat("fedcba9876543210", 8))
+			back.id, home.id = 99, 99
+			a, b = back.fragments(64, 104), home.fragments(64, 104)
+			other = a[1]
+			other.id = 100
+			runAll(t, d,
+				f.out(a[0], "out_translated", b[0]),
+				f.out(a[2], "out_fragment", b[2]),
+				f.out(a[1], "out_fragment", b[1]),
+				f.out(other, "out_not_ours"),
+			)
+		})
+	}
+}
+
+// ICMP errors both ways, with all that routers quote: eight bytes of TCP, more,
+// and everything.
+func TestICMPErrors(t *testing.T) {
+	for _, f := range families {
+		t.Run(f.name, func(t *testing.T) {
+			d := loaded(t, Config{}, f.rules()...)
+			client, router := addrPort(f.client).Addr(), addr(f.router)
+			vip, dip := addrPort(f.vip).Addr(), addrPort(f.dip).Addr()
+			headers := 20
+			tooBig := []uint8{3, 4}
+			if vip.Is6() {
+				headers, tooBig = 40, []uint8{2, 0}
+			}
+			var steps []step
+			for _, n := range []int{8, 12, 18, 20, 40} {
+				ours, theirs := tcpPacket(f.vip, f.client, ack, strings.Repeat("reply", 5)).bytes(), tcpPacket(f.dip, f.client, ack, strings.Repeat("reply", 5)).bytes()
+				if n < 18 {
+					// A TCP checksum that is not quoted is not to be seen.
+					ours, theirs = ours[:headers+n], theirs[:headers+n]
+				}
+				ours, theirs = ours[:headers+n], theirs[:headers+n]
+				steps = append(steps, f.in(icmpError(router, vip, tooBig[0], tooBig[1], 1300, ours), "in_delivered_icmp_error",
+					icmpError(router, dip, tooBig[0], tooBig[1], 1300, theirs)))
+			}
+			u := udpPacket(f.vip, f.client, "reply").bytes()
+			steps = append(steps,
+				f.in(icmpError(router, vip, tooBig[0], tooBig[1], 1300, u), "in_delivered_icmp_error",
+					icmpError(router, dip, tooBig[0], tooBig[1], 1300, udpPacket(f.dip, f.client, "reply").bytes())),
+				// Quotes no packet of ours; too short; of another port.
+				f.in(icmpError(router, vip, tooBig[0], tooBig[1], 1300, udpPacket(f.client, f.vip, "reply").bytes()), "in_icmp_unsupported"),
+				f.in(icmpError(router, vip, tooBig[0], tooBig[1], 1300, u[:headers+7]), "in_icmp_unsupported"),
+				f.in(icmpError(router, vip, tooBig[0], tooBig[1], 1300, udpPacket(at(f.vip, 81), f.client, "reply").bytes()), "in_no_rule"),
+				// Made by the DIP's host about a client's packet.
+				f.out(icmpError(dip, client, tooBig[0], tooBig[1], 1300, udpPacket(f.client, f.dip, "hello").bytes()), "out_not_ours"),
+				f.in(udpPacket(f.client, f.vip, "hello"), "in_delivered", udpPacket(f.client, f.dip, "hello")),
+				f.out(icmpError(dip, client, tooBig[0], tooBig[1], 1300, udpPacket(f.client, f.dip, "hello").bytes()), "out_icmp_error",
+					icmpError(vip, client, tooBig[0], tooBig[1], 1300, udpPacket(f.client, f.vip, "hello").bytes())),
+			)
+			runAll(t, d, steps...)
+		})
+	}
+}
+
+// RFC 6040, figure 4, with right IPv4 header checksums.
+func TestECN(t *testing.T) {
+	// By inner, then outer: Not-ECT 0, ECT(1) 1, ECT(0) 2, CE 3; 9 is a drop.
+	want := [4][4]uint8{
+		0: {0, 0, 0, 9},
+		1: {1, 1, 1, 3},
+		2: {2, 1, 2, 3},
+		3: {3, 3, 3, 3},
+	}
+	for _, f := range families {
+		d := loaded(t, Config{}, f.rules()...)
+		for inner := range uint8(4) {
+			for outer := range uint8(4) {
+				p, out := udpPacket(f.client, f.vip, "x"), udpPacket(f.client, f.dip, "x")
+				p.tos = 0xb8 | inner
+				o := ipip(f.mux, f.tunnel, p.bytes())
+				o.tos = outer
+				s := step{program: "in", packet: frame(o.bytes()), exit: "in_ecn"}
+				if want[inner][outer] != 9 {
+					out.tos = 0xb8 | want[inner][outer]
+					s.exit, s.out = "in_delivered", frame(out.bytes())
+				}
+				s.run(t, d, fmt.Sprintf("%s inner %d outer %d", f.name, inner, outer))
+			}
+		}
+	}
+}
+
+// UDP over IPv4 without a checksum stays without; a sum of 0 is sent as ones.
+func TestUDPChecksumZero(t *testing.T) {
+	f := families[0]
+	d := loaded(t, Config{}, f.rules()...)
+	none := func(src, dst string) ip {
+		p := udpPacket(src, dst, "x")
+		p.payload[6], p.payload[7] = 0, 0
+		return p
+	}
+	runAll(t, d,
+		f.in(none(f.client, f.vip), "in_delivered", none(f.client, f.dip)),
+		f.out(none(f.dip, f.client), "out_translated", none(f.vip, f.client)))
+	zeros := 0
+	for n := range 1 << 16 {
+		data := string([]byte{byte(n >> 8), byte(n)})
+		in, out := udpPacket(f.client, f.vip, data), udpPacket(f.client, f.dip, data)
+		back, home := udpPacket(f.dip, f.client, data), udpPacket(f.vip, f.client, data)
+		if be.Uint16(out.payload[6:]) == 0xffff {
+			zeros++
+			f.in(in, "in_delivered", out).run(t, d, "in")
+		}
+		if be.Uint16(home.payload[6:]) == 0xffff {
+			zeros++
+			f.out(back, "out_translated", home).run(t, d, "out")
+		}
+	}
+	if zeros == 0 {
+		t.Error("no datagram summed to 0")
+	}
+}
+
+// A segmentation-offloaded packet is metered as the segments that leave.
+func TestMeterCountsSegments(t *testing.T) {
+	f := families[0]
+	d := loaded(t, Config{}, f.rules()...)
+	f.in(tcpPacket(f.client, f.vip, syn, ""), "in_delivered", tcpPacket(f.client, f.dip, syn, "")).run(t, d, "SYN")
+	packet := frame(tcpPacket(f.dip, f.client, ack, strings.Repeat("x", 2500)).bytes())
+	// struct __sk_buff: gso_segs and gso_size.
+	context := make([]byte, 192)
+	binary.NativeEndian.PutUint32(context[164:], 3)
+	binary.NativeEndian.PutUint32(context[176:], 1000)
+	if _, err := d.objects.Outbound.Run(&ebpf.RunOptions{Data: packet, DataOut: make([]byte, 4096), Context: context}); err != nil {
+		t.Fatal(err)
+	}
+	got := meterMap(t, d)
+	want := map[string]Meter{
+		"203.0.113.10 198.51.100.0/24 inbound=true":  {addr("203.0.113.10"), netip.MustParsePrefix("198.51.100.0/24"), true, 1, 40},
+		"203.0.113.10 198.51.100.0/24 inbound=false": {addr("203.0.113.10"), netip.MustParsePrefix("198.51.100.0/24"), false, 3, 2500 + 3*40},
+	}
+	if !maps.Equal(got, want) {
+		t.Errorf("meters %v, want %v", got, want)
+	}
+}
+
+// Each way out has a label, and no two the same.
+func TestExitLabels(t *testing.T) {
+	d := loaded(t, Config{})
+	if len(d.exitLabels) != int(agentExitEXIT_COUNT) || len(exits(t, d)) != int(agentExitEXIT_COUNT) {
+		t.Fatalf("%d labels for %d ways out", len(d.exitLabels), agentExitEXIT_COUNT)
+	}
+	for i, l := range d.exitLabels {
+		if !strings.HasPrefix(l, "in_") && !strings.HasPrefix(l, "out_") {
+			t.Errorf("label %d is %q", i, l)
+		}
+	}
+	if l := d.exitLabels[agentExitEXIT_OUT_FAILED]; l != "out_failed" {
+		t.Errorf("label of the last way out is %q", l)
+	}
 }
