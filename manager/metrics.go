@@ -71,14 +71,13 @@ func (x *metrics) Collect(ch chan<- prometheus.Metric) {
 	x.m.mu.RLock()
 	generation, vips, pools := float64(x.m.generation), float64(len(x.m.results)), float64(len(x.m.pools))
 	for _, n := range x.m.nodes {
-		switch {
-		case n.stream == nil:
+		if n.stream == nil {
 			gone[n.role]++
-		default:
-			connected[n.role]++
-			if n.generation < n.stream.target {
-				behind[n.role]++
-			}
+			continue
+		}
+		connected[n.role]++
+		if n.generation < n.stream.target {
+			behind[n.role]++
 		}
 	}
 	results := slices.Collect(maps.Values(x.m.results))

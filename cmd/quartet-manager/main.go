@@ -7,7 +7,6 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
-	"net/http"
 	"os"
 	"time"
 
@@ -31,6 +30,8 @@ type options struct {
 	insecure     bool
 	agentTimeout time.Duration
 }
+
+const shortestAgentTimeout = 3 * time.Second
 
 func main() {
 	var o options
@@ -65,6 +66,12 @@ tables to the nodes. Operators use it by the command quartet.
 	daemon.Main(root)
 }
 
+// stopped cancels what runs and returns its error.
+func stopped(cancel func(), ran <-chan error) error {
+	cancel()
+	return <-ran
+}
+
 func run(ctx context.Context, o options) (err error) {
 	var tlsConfig *tls.Config
 	if o.insecure {
@@ -77,6 +84,9 @@ func run(ctx context.Context, o options) (err error) {
 	if o.name == "" {
 		return errors.New("--name: is empty: give this manager a name")
 	}
+	if o.agentTimeout != 0 && o.agentTimeout < shortestAgentTimeout {
+		return fmt.Errorf("--agent-timeout: %s is too short, as agents report every second: %s or more, or 0", o.agentTimeout, shortestAgentTimeout)
+	}
 	const storeOpen = "store"
 	p, err := o.daemon.Start("quartet-manager", os.Stderr, storeOpen)
 	if err != nil {
@@ -88,7 +98,7 @@ func run(ctx context.Context, o options) (err error) {
 	if err != nil {
 		return fmt.Errorf("serve (--listen): %w", err)
 	}
-	defer listener.Close()
+	defer func() { _ = listener.Close() }() // Serve closes it as well
 	s, err := store.Open(ctx, store.Config{Dir: o.dataDir, Name: o.name, Log: p.Log})
 	if err != nil {
 		return err
@@ -129,15 +139,13 @@ func run(ctx context.Context, o options) (err error) {
 	select {
 	case err = <-ran:
 	case err = <-served:
-		err = fmt.Errorf("serve: %w", err)
-		cancel()
-		<-ran
+		err = errors.Join(fmt.Errorf("serve: %w", err), stopped(cancel, ran))
 	}
 	cancel()
 	stop, done := context.WithTimeout(context.Background(), 2*time.Second)
 	defer done()
-	if e := server.Shutdown(stop); e != nil && !errors.Is(e, http.ErrServerClosed) {
-		server.Close()
+	if e := server.Shutdown(stop); e != nil {
+		p.Log.Warn("stop serving", "error", e)
 	}
 	return err
 }

@@ -15,6 +15,10 @@ import (
 	"testing"
 	"time"
 
+	"connectrpc.com/connect"
+
+	quartetv1 "github.com/quartet-lb/quartet/api/quartet/v1"
+	"github.com/quartet-lb/quartet/api/quartet/v1/quartetv1connect"
 	"github.com/quartet-lb/quartet/certs"
 )
 
@@ -174,6 +178,7 @@ func TestCannotStart(t *testing.T) {
 		{"full disk", plain("--data-dir", tmpfs(t, "1m")), "no space left on device"},
 		{"log level", plain("--log-level", "loud"), "--log-level"},
 		{"configuration", plain("--config", file), "listne: unknown field"},
+		{"agent timeout", plain("--agent-timeout", "1s"), "--agent-timeout: 1s is too short"},
 		{"flag", plain("--nonsense"), "--nonsense"},
 		{"no certificate", []string{"--listen", "127.0.0.1:0", "--ca", file + "x"}, "quartet certs issue"},
 		{"a mux's certificate", []string{"--listen", "127.0.0.1:0", "--ca", filepath.Join(pki, "ca.crt"),
@@ -186,6 +191,27 @@ func TestCannotStart(t *testing.T) {
 				t.Errorf("status %d, and not one line with %q:\n%s", status, c.want, all)
 			}
 		})
+	}
+}
+
+// Without TLS the port speaks gRPC as well, by HTTP/2 with prior knowledge.
+func TestPlainGRPC(t *testing.T) {
+	address := freePort(t)
+	p := start(t, "--insecure-loopback", "--listen", address, "--data-dir", t.TempDir())
+	p.ready(t, address)
+	var h2c http.Protocols
+	h2c.SetUnencryptedHTTP2(true)
+	client := quartetv1connect.NewOperatorServiceClient(&http.Client{Transport: &http.Transport{Protocols: &h2c}}, "http://"+address, connect.WithGRPC())
+	if resp, err := client.List(t.Context(), &quartetv1.ListRequest{Kind: "Vip"}); err != nil || resp.Generation != 1 {
+		t.Errorf("%v, %v", resp, err)
+	}
+	resp, err := http.Get("http://" + address + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if text, err := io.ReadAll(resp.Body); err != nil || !strings.Contains(string(text), "quartet_manager_generation 1") {
+		t.Errorf("metrics: %s, %v", text, err)
 	}
 }
 

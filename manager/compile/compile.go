@@ -337,7 +337,8 @@ func seal(in Input, r *Result) {
 		id := EndpointID(e)
 		state, old := r.States[id], in.States[id]
 		state.Generation = old.GetGeneration()
-		if !in.Restore && !(was[id] != nil && proto.Equal(was[id], e) && proto.Equal(old, state)) {
+		same := was[id] != nil && proto.Equal(was[id], e) && proto.Equal(old, state)
+		if !same && !in.Restore {
 			state.Generation = in.Generation
 		}
 	}

@@ -303,9 +303,9 @@ func TestSlowNode(t *testing.T) {
 	slow := f.watch("mux", "slow", nil, held(release))
 	// More than any buffer between them holds.
 	const changes = 60
-	text := strings.Replace(vip("web", 10, 250, ""), "10.0.10.", "10.1.0.", -1)
+	text := strings.ReplaceAll(vip("web", 10, 250, ""), "10.0.10.", "10.1.0.")
 	for i := range changes {
-		doc := strings.Replace(text, "port: 8080", fmt.Sprintf("port: %d", 9000+i), -1)
+		doc := strings.ReplaceAll(text, "port: 8080", fmt.Sprintf("port: %d", 9000+i))
 		resp, err := f.op.Apply(t.Context(), &quartetv1.ApplyRequest{Objects: docs(t, doc), WaitMs: 1})
 		if err != nil {
 			t.Fatal(err)

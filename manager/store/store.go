@@ -143,7 +143,7 @@ func lockDir(dir string) (*os.File, error) {
 		return nil, fmt.Errorf("write to data directory (--data-dir): %w", err)
 	}
 	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
-		f.Close()
+		_ = f.Close()
 		return nil, fmt.Errorf("lock data directory %s: another manager runs on it", dir)
 	}
 	return f, nil
@@ -448,8 +448,8 @@ func (t *Txn) putMessage(key string, m proto.Message) {
 	t.put(key, b)
 }
 
-func (t *Txn) delete(key string, opts ...clientv3.OpOption) {
-	t.ops = append(t.ops, clientv3.OpDelete(key, opts...))
+func (t *Txn) delete(key string) {
+	t.ops = append(t.ops, clientv3.OpDelete(key))
 	t.bytes += len(key)
 }
 
@@ -574,7 +574,7 @@ func (s *Store) Close() error {
 // stop ends what Open has started.
 func (s *Store) stop() {
 	if s.lock != nil {
-		defer s.lock.Close()
+		defer func() { _ = s.lock.Close() }()
 	}
 	if s.Err() != nil {
 		return
@@ -584,7 +584,7 @@ func (s *Store) stop() {
 		s.session.Orphan()
 	}
 	if s.client != nil {
-		s.client.Close()
+		_ = s.client.Close() // a client without connections
 	}
 	if s.etcd != nil {
 		s.etcd.Close()
