@@ -438,6 +438,10 @@ func (l *Lab) wire(ctx context.Context) error {
 			if err := b.OffloadsOff(link.BName); err != nil {
 				return err
 			}
+			// IPv6 has no binding to an address that only a route makes local.
+			if err := b.Sysctl("net.ipv6.ip_nonlocal_bind=1"); err != nil {
+				return err
+			}
 			v4, v6 := ClientPrefixes(link.B.Index)
 			for _, p := range []netip.Prefix{v4, v6} {
 				if err := b.AddRoute(fabric.Route{Dst: p, Interface: "lo", Local: true}); err != nil {

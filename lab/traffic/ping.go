@@ -25,7 +25,7 @@ func Ping(address string, count int, interval time.Duration) (bool, error) {
 		network, protocol = "ip6:ipv6-icmp", 58
 		request, reply = ipv6.ICMPTypeEchoRequest, ipv6.ICMPTypeEchoReply
 	}
-	c, err := net.Dial(network, address)
+	c, err := net.DialIP(network, nil, &net.IPAddr{IP: a.AsSlice()})
 	if err != nil {
 		return false, fmt.Errorf("ping: %w", err)
 	}
@@ -48,7 +48,8 @@ func Ping(address string, count int, interval time.Duration) (bool, error) {
 			if err := c.SetReadDeadline(deadline); err != nil {
 				return false, err
 			}
-			n, err := c.Read(b)
+			// Unlike Read it leaves the IPv4 header out.
+			n, _, err := c.ReadFrom(b)
 			if isTimeout(err) {
 				break
 			}

@@ -139,3 +139,14 @@ func TestBadLoads(t *testing.T) {
 		}
 	}
 }
+
+func TestPing(t *testing.T) {
+	for _, a := range []string{"127.0.0.1", "::1"} {
+		if ok, err := Ping(a, 2, time.Second); err != nil || !ok {
+			t.Errorf("%s: %v, %v", a, ok, err)
+		}
+	}
+	if _, err := Ping("localhost", 1, time.Second); err == nil {
+		t.Error("a name is taken")
+	}
+}
