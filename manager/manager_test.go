@@ -1,0 +1,121 @@
+package manager
+
+import (
+	"errors"
+	"log/slog"
+	"maps"
+	"net/netip"
+	"strings"
+	"testing"
+
+	quartetv1 "github.com/quartet-lb/quartet/api/quartet/v1"
+	"github.com/quartet-lb/quartet/manager/object"
+	"github.com/quartet-lb/quartet/manager/store"
+)
+
+func newManager(t *testing.T) (*Manager, *store.Store) {
+	t.Helper()
+	log := slog.New(slog.NewTextHandler(t.Output(), nil))
+	s, err := store.Open(t.Context(), store.Config{Dir: t.TempDir(), Name: "m1", Log: log})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	m, err := New(t.Context(), s, Config{Log: log})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m, s
+}
+
+func decode(t *testing.T, text string) []object.Object {
+	t.Helper()
+	docs, err := object.Read([]byte(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	objects, violations := object.Decode(docs)
+	if len(violations) > 0 {
+		t.Fatal(object.Format(violations[0]))
+	}
+	return objects
+}
+
+// A change that the store can't take leaves nothing behind, in the store or in
+// memory, and does not keep those from being made that came with it.
+func TestChangeUndone(t *testing.T) {
+	m, s := newManager(t)
+	send := func(all ...func(b *batch) error) []error {
+		var requests []*request
+		for _, f := range all {
+			requests = append(requests, &request{done: make(chan outcome, 1), stage: func(b *batch) ([]*quartetv1.Change, error) {
+				return nil, f(b)
+			}})
+		}
+		m.run(requests)
+		var errs []error
+		for _, r := range requests {
+			errs = append(errs, (<-r.done).err)
+		}
+		return errs
+	}
+	apply := func(text string) func(b *batch) error {
+		return func(b *batch) error {
+			_, err := b.change(decode(t, text), nil, false)
+			return err
+		}
+	}
+	const pool = "{kind: VipPool, name: pool, prefixes: [203.0.113.0/24]}\n---\n"
+	const web = "{kind: Vip, name: web, addresses: [203.0.113.10], endpoints: [{protocol: TCP, port: 80, backends: [{dip: 10.0.0.1}, {dip: 10.0.0.2}]}]}\n---\n"
+	const db = "{kind: Vip, name: db, addresses: [203.0.113.11], endpoints: [{protocol: TCP, port: 80, backends: [{dip: 10.0.0.1}]}]}\n---\n"
+	if errs := send(apply(pool + web)); errs[0] != nil {
+		t.Fatal(errs)
+	}
+	before, err := s.Dump(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	result := m.results["web"]
+
+	tooLarge := func(b *batch) {
+		for range 100_001 {
+			b.txn.DeleteNode("x")
+		}
+	}
+	huge := func(b *batch) error {
+		if err := apply(strings.Replace(web, "10.0.0.2", "10.0.0.3", 1) + strings.Replace(db, "203.0.113.11", "203.0.113.12", 1))(b); err != nil {
+			return err
+		}
+		if _, err := b.drainDIP("10.0.0.1", "", false); err != nil {
+			return err
+		}
+		tooLarge(b)
+		return nil
+	}
+	removed := func(b *batch) error {
+		if _, err := b.change(nil, []object.Ref{{Kind: object.KindVip, Name: "web"}, {Kind: object.KindVipPool, Name: "pool"}}, false); err != nil {
+			return err
+		}
+		tooLarge(b)
+		return nil
+	}
+	for _, f := range []func(b *batch) error{huge, removed} {
+		if errs := send(f); !errors.Is(errs[0], store.ErrTooLarge) {
+			t.Fatal(errs)
+		}
+		after, err := s.Dump(t.Context())
+		if err != nil || !maps.Equal(before, after) {
+			t.Errorf("the store changed: %v", err)
+		}
+		if !object.Equal(object.Object{Vip: m.set.Vip("web")}, decode(t, web)[0]) || m.set.Vip("db") != nil || m.set.Pool("pool") == nil ||
+			m.set.Owner(netip.MustParseAddr("203.0.113.12")) != "" || len(m.drainedDIPs) > 0 || m.results["web"] != result || m.generation != 2 {
+			t.Errorf("memory changed: %v, %v, drained %v, generation %d", m.set.Vips(), m.set.Pools(), m.drainedDIPs, m.generation)
+		}
+	}
+	if errs := send(apply(db), huge); errs[0] != nil || errs[1] == nil {
+		t.Errorf("beside one that is too large: %v", errs)
+	}
+	if m.results["db"] == nil || m.set.Vip("db") == nil || m.generation != 3 {
+		t.Errorf("db was not made")
+	}
+}
