@@ -118,11 +118,10 @@ func printTrace(w io.Writer, p *quartetv1.TracePacket, r *quartetv1.TraceRespons
 	step := func(what, format string, a ...any) { fmt.Fprintf(w, "  %-9s %s\n", what, fmt.Sprintf(format, a...)) }
 	step("mux", "%s, generation %d", r.GetMux(), r.GetGeneration())
 	if r.GetVip() != "" {
-		text := r.GetVip() + "/" + r.GetEndpoint()
-		if r.GetEndpoint() == "" {
-			text = r.GetVip() + ", no endpoint"
-		}
-		step("endpoint", "%s of tenant %s", text, r.GetTenant())
+		step("vip", "%s of tenant %s", r.GetVip(), r.GetTenant())
+	}
+	if r.GetEndpoint() != "" {
+		step("endpoint", "%s", r.GetEndpoint())
 	}
 	if r.GetBuckets() > 0 {
 		step("hash", "%016x", r.GetHash())
