@@ -602,8 +602,8 @@ func Detach(pinDir string) error {
 			return fmt.Errorf("pin directory %s holds %s, which is no host agent's", pinDir, e.Name())
 		}
 	}
-	// Links first: their names sort behind the maps'.
-	slices.Reverse(entries)
+	// In the order of their names: nothing comes in any more before replies are
+	// no longer translated.
 	for _, e := range entries {
 		if err := os.RemoveAll(filepath.Join(pinDir, e.Name())); err != nil {
 			return fmt.Errorf("remove pinned %s: %w", e.Name(), err)

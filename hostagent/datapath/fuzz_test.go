@@ -23,7 +23,7 @@ type compared struct {
 }
 
 func newCompared(t testing.TB) *compared {
-	c := &compared{d: loaded(t, Config{MSS: fuzzMSS}), m: newModel(fuzzMSS)}
+	c := &compared{d: loaded(t, loadConfig{MSS: fuzzMSS}), m: newModel(fuzzMSS)}
 	c.counts = exits(t, c.d)
 	return c
 }

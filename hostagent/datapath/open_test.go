@@ -246,7 +246,7 @@ func TestUplinksChange(t *testing.T) {
 
 func TestBadRules(t *testing.T) {
 	good := rule("10.1.3.11", lb.TCP, "203.0.113.10:80", "10.1.3.11", 8080)
-	d := loaded(t, Config{Rules: 3}, good)
+	d := loaded(t, loadConfig{Rules: 3}, good)
 	with := func(f func(*Rule)) []Rule {
 		r := good
 		f(&r)
@@ -308,7 +308,7 @@ func dump(t *testing.T, d *Datapath) map[any]any {
 func TestReplaceIsAllOrNothing(t *testing.T) {
 	good := rule("10.1.3.11", lb.TCP, "203.0.113.10:80", "10.1.3.11", 8080)
 	stays := rule("10.1.3.12", lb.TCP, "203.0.113.10:80", "10.1.3.12", 8080)
-	d := loaded(t, Config{}, good, stays)
+	d := loaded(t, loadConfig{}, good, stays)
 	before, rules, used := dump(t, d), fmt.Sprint(d.rules), fmt.Sprint(d.used)
 
 	var next []Rule

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -20,9 +21,13 @@ import (
 
 var pinDirs atomic.Uint32
 
+func newPinDir() string {
+	return fmt.Sprintf("/sys/fs/bpf/quartet-agent-test-%d-%d", os.Getpid(), pinDirs.Add(1))
+}
+
 // testPinDir is a directory on bpffs for one test.
 func testPinDir(t testing.TB) string {
-	dir := fmt.Sprintf("/sys/fs/bpf/quartet-agent-test-%d-%d", os.Getpid(), pinDirs.Add(1))
+	dir := newPinDir()
 	t.Cleanup(func() {
 		if err := os.RemoveAll(dir); err != nil {
 			t.Error(err)
@@ -31,30 +36,60 @@ func testPinDir(t testing.TB) string {
 	return dir
 }
 
-// loaded is the real programs on no interface.
-func loaded(t testing.TB, c Config, rules ...Rule) *Datapath {
-	t.Helper()
-	c.PinDir = testPinDir(t)
-	if err := c.complete(); err != nil {
-		t.Fatal(err)
-	}
-	if err := mountBPFFS(c.PinDir); err != nil {
-		t.Fatal(err)
-	}
-	d := &Datapath{config: c}
-	if _, err := d.load(); err != nil {
-		t.Fatalf("%+v", err)
-	}
-	t.Cleanup(func() {
-		if err := d.Close(); err != nil {
-			t.Error(err)
+// programs are the real programs on no interface, by what they were loaded
+// with: the verifier takes most of a packet test's time.
+var programs = map[loadConfig]*Datapath{}
+
+// loadConfig is what of Config the programs and maps depend on.
+type loadConfig struct {
+	MSS          uint16
+	Flows, Rules uint32
+}
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	for _, d := range programs {
+		if err := errors.Join(d.Close(), os.RemoveAll(d.config.PinDir)); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			code = 1
 		}
-	})
+	}
+	os.Exit(code)
+}
+
+// loaded is the real programs on no interface, with these rules and no state.
+func loaded(t testing.TB, c loadConfig, rules ...Rule) *Datapath {
+	t.Helper()
+	d := programs[c]
+	if d == nil {
+		config := Config{PinDir: newPinDir(), MSS: c.MSS, Flows: c.Flows, Rules: c.Rules}
+		if err := config.complete(); err != nil {
+			t.Fatal(err)
+		}
+		if err := mountBPFFS(config.PinDir); err != nil {
+			t.Fatal(err)
+		}
+		d = &Datapath{config: config}
+		if _, err := d.load(); err != nil {
+			t.Fatalf("%+v", err)
+		}
+		programs[c] = d
+	}
 	if err := d.readRules(); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.Replace(rules); err != nil {
+	// Without rules first: a rule remembers what it was.
+	if err := errors.Join(d.Replace(nil), d.Replace(rules)); err != nil {
 		t.Fatal(err)
+	}
+	empty(t, d)
+	for _, counters := range []*ebpf.Map{d.objects.Exits, d.objects.Events} {
+		zeros := make([]uint64, ebpf.MustPossibleCPU())
+		for i := range counters.MaxEntries() {
+			if err := counters.Put(i, zeros); err != nil {
+				t.Fatal(err)
+			}
+		}
 	}
 	return d
 }
@@ -180,7 +215,7 @@ func TestConnection(t *testing.T) {
 	for _, f := range families {
 		for format, encap := range tunnelFormats {
 			t.Run(f.name+"/"+format, func(t *testing.T) {
-				d := loaded(t, Config{}, f.rules()...)
+				d := loaded(t, loadConfig{}, f.rules()...)
 				in := func(p, want ip) step {
 					return step{"in", frame(encap(f.mux, f.tunnel, p.bytes()).bytes()), "in_delivered", frame(want.bytes())}
 				}
@@ -267,7 +302,7 @@ func at(a string, port uint16) string { return netip.AddrPortFrom(addrPort(a).Ad
 func TestRuleChangeKeepsConnections(t *testing.T) {
 	for _, f := range families {
 		t.Run(f.name, func(t *testing.T) {
-			d := loaded(t, Config{}, f.rules()...)
+			d := loaded(t, loadConfig{}, f.rules()...)
 			runAll(t, d,
 				f.in(tcpPacket(f.client, f.vip, syn, ""), "in_delivered", tcpPacket(f.client, f.dip, syn, "")),
 				f.in(tcpPacket(f.client, f.vip, ack, ""), "in_delivered", tcpPacket(f.client, f.dip, ack, "")),
@@ -324,7 +359,7 @@ func TestRuleChangeKeepsConnections(t *testing.T) {
 // idle ones, and an inbound packet makes them again.
 func TestFloodSparesTrustedFlows(t *testing.T) {
 	f := families[0]
-	d := loaded(t, Config{Flows: 1024}, f.rules()...)
+	d := loaded(t, loadConfig{Flows: 1024}, f.rules()...)
 	client := func(n int) string {
 		return netip.AddrPortFrom(netip.AddrFrom4([4]byte{198, 18, byte(n >> 8), byte(n)}), 40000).String()
 	}
@@ -369,7 +404,7 @@ func TestFloodSparesTrustedFlows(t *testing.T) {
 func TestStrangeFrames(t *testing.T) {
 	for _, f := range families {
 		t.Run(f.name, func(t *testing.T) {
-			d := loaded(t, Config{}, f.rules()...)
+			d := loaded(t, loadConfig{}, f.rules()...)
 			inner := tcpPacket(f.client, f.vip, ack, "data").bytes()
 			tunnelled := ipip(f.mux, f.tunnel, inner).bytes()
 			var steps []step
@@ -421,7 +456,7 @@ func TestStrangeFrames(t *testing.T) {
 func TestFragments(t *testing.T) {
 	for _, f := range families {
 		t.Run(f.name, func(t *testing.T) {
-			d := loaded(t, Config{}, f.rules()...)
+			d := loaded(t, loadConfig{}, f.rules()...)
 			send, want := udpPacket(f.client, f.vip, strings.Repeat("0123456789abcdef", 8)), udpPacket(f.client, f.dip, strings.Repeat("0123456789abcdef", 8))
 			send.id, want.id = 77, 77
 			a, b := send.fragments(64, 104), want.fragments(64, 104)
@@ -458,7 +493,7 @@ func TestFragments(t *testing.T) {
 func TestICMPErrors(t *testing.T) {
 	for _, f := range families {
 		t.Run(f.name, func(t *testing.T) {
-			d := loaded(t, Config{}, f.rules()...)
+			d := loaded(t, loadConfig{}, f.rules()...)
 			client, router := addrPort(f.client).Addr(), addr(f.router)
 			vip, dip := addrPort(f.vip).Addr(), addrPort(f.dip).Addr()
 			headers := 20
@@ -506,7 +541,7 @@ func TestECN(t *testing.T) {
 		3: {3, 3, 3, 3},
 	}
 	for _, f := range families {
-		d := loaded(t, Config{}, f.rules()...)
+		d := loaded(t, loadConfig{}, f.rules()...)
 		for inner := range uint8(4) {
 			for outer := range uint8(4) {
 				p, out := udpPacket(f.client, f.vip, "x"), udpPacket(f.client, f.dip, "x")
@@ -527,7 +562,7 @@ func TestECN(t *testing.T) {
 // UDP over IPv4 without a checksum stays without; a sum of 0 is sent as ones.
 func TestUDPChecksumZero(t *testing.T) {
 	f := families[0]
-	d := loaded(t, Config{}, f.rules()...)
+	d := loaded(t, loadConfig{}, f.rules()...)
 	none := func(src, dst string) ip {
 		p := udpPacket(src, dst, "x")
 		p.payload[6], p.payload[7] = 0, 0
@@ -558,7 +593,7 @@ func TestUDPChecksumZero(t *testing.T) {
 // A segmentation-offloaded packet is metered as the segments that leave.
 func TestMeterCountsSegments(t *testing.T) {
 	f := families[0]
-	d := loaded(t, Config{}, f.rules()...)
+	d := loaded(t, loadConfig{}, f.rules()...)
 	f.in(tcpPacket(f.client, f.vip, syn, ""), "in_delivered", tcpPacket(f.client, f.dip, syn, "")).run(t, d, "SYN")
 	packet := frame(tcpPacket(f.dip, f.client, ack, strings.Repeat("x", 2500)).bytes())
 	// struct __sk_buff: gso_segs and gso_size.
@@ -580,7 +615,7 @@ func TestMeterCountsSegments(t *testing.T) {
 
 // Each way out has a label, and no two the same.
 func TestExitLabels(t *testing.T) {
-	d := loaded(t, Config{})
+	d := loaded(t, loadConfig{})
 	if len(d.exitLabels) != int(agentExitEXIT_COUNT) || len(exits(t, d)) != int(agentExitEXIT_COUNT) {
 		t.Fatalf("%d labels for %d ways out", len(d.exitLabels), agentExitEXIT_COUNT)
 	}
