@@ -122,7 +122,7 @@ func (l *Lab) command(n *Node, daemon string) fabric.Command {
 		link := n.Uplink()
 		args = append(args, node...)
 		args = append(args,
-			"--state", filepath.Join(dir, "state"), "--pin", l.PinDir(n.Name), "--bgp-asn", strconv.Itoa(int(n.ASN)),
+			"--state-dir", filepath.Join(dir, "state"), "--pin-dir", l.PinDir(n.Name), "--bgp-asn", strconv.Itoa(int(n.ASN)),
 			"--bgp-peer", fmt.Sprintf("address=%s,asn=%d,password-file=%s,hold=9s,bfd=%s*3,next-hop6=%s",
 				link.A4, link.A.ASN, l.passwordFile(), fastBFD, link.B6))
 	case hostDaemon:

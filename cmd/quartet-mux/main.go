@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
-	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 
 	"github.com/quartet-lb/quartet/bgp"
@@ -91,14 +90,6 @@ forwarding; the next process adopts it. "quartet-mux detach" takes it off.`,
 	f.DurationVar(&o.drainTime, "drain-time", 10*time.Second, "how long to forward at most after the routes are withdrawn")
 	f.BoolVar(&o.detachOnStop, "detach-on-stop", false, "take the program off the interfaces when stopping")
 	o.daemon.AddFlags(f, "127.0.0.1:7471")
-
-	f.SetNormalizeFunc(func(_ *pflag.FlagSet, name string) pflag.NormalizedName {
-		switch name {
-		case "pin", "state":
-			name += "-dir"
-		}
-		return pflag.NormalizedName(name)
-	})
 
 	pin := defaultPin
 	detach := &cobra.Command{
