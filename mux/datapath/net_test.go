@@ -131,6 +131,20 @@ func newTestNet(t testing.TB) *testNet {
 	return n
 }
 
+// enter puts a subtest's thread into the namespace; it dies with the subtest.
+func (n *testNet) enter(t testing.TB) {
+	t.Helper()
+	if here, err := netns.Get(); err == nil {
+		same := here.Equal(n.ns)
+		here.Close()
+		if same {
+			return
+		}
+	}
+	runtime.LockOSThread()
+	must(t, netns.Set(n.ns))
+}
+
 func (n *testNet) index(name string) int { return n.links[name].Attrs().Index }
 
 // pinDir is a directory of the test's own on the BPF filesystem.
