@@ -389,11 +389,11 @@ func (l *Lab) wire(ctx context.Context) error {
 			}
 		}
 	}
-	pass, err := xdppass.Load()
+	programs, err := xdppass.Load()
 	if err != nil {
 		return err
 	}
-	defer pass.Close()
+	defer programs.Close()
 	for _, link := range l.Topology.Links {
 		if err := ctx.Err(); err != nil {
 			return err
@@ -401,6 +401,11 @@ func (l *Lab) wire(ctx context.Context) error {
 		a, b := l.nodes[link.A.Name], l.nodes[link.B.Name]
 		if err := fabric.Connect(a, link.AName, b, link.BName, l.MTU); err != nil {
 			return err
+		}
+		if !link.B.Role.Switch() {
+			if err := b.SetEgress(link.BName, programs.ForgetHash.FD()); err != nil {
+				return err
+			}
 		}
 		if link.B.Role == VM {
 			if err := l.wireVM(link); err != nil {
@@ -431,7 +436,7 @@ func (l *Lab) wire(ctx context.Context) error {
 		}
 		switch link.B.Role {
 		case Mux:
-			if err := a.SetXDP(link.AName, pass.FD()); err != nil {
+			if err := a.SetXDP(link.AName, programs.Pass.FD()); err != nil {
 				return err
 			}
 		case Client:

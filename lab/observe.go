@@ -141,6 +141,24 @@ func (r *runner) observe(name string, args []string) (value, error) {
 			return value{}, fmt.Errorf("load %s has not ended", args[0])
 		}
 		return number(float64(len(report.Servers)), nil)
+	case "share":
+		n, err := r.node(args[1])
+		if err != nil {
+			return value{}, err
+		}
+		what := "servers"
+		if n.Role == Mux {
+			what = "muxes"
+		}
+		observed, _, err := r.spread(args[0], what)
+		total := 0.0
+		for _, v := range observed {
+			total += v
+		}
+		if err == nil && total == 0 {
+			err = errors.New("nothing was counted")
+		}
+		return number(observed[n.Name]/total, err)
 	case "chi2", "dof", "p":
 		chi2, dof, err := r.chiSquared(args[0], args[1])
 		switch name {
@@ -268,19 +286,19 @@ func (l *Lab) get(ctx context.Context, node, path string) (int, string, error) {
 	return a.StatusCode, string(text), err
 }
 
-// chiSquared compares how a load's answers spread over servers, or the muxes'
-// flows since the load began over muxes, with what weights and routes ask for.
-func (r *runner) chiSquared(load, what string) (chi2, dof float64, err error) {
-	observed, expected := map[string]float64{}, map[string]float64{}
+// spread says how a load's answers spread over servers, or the muxes' flows
+// since the load began over muxes, and what parts weights and routes ask for.
+func (r *runner) spread(load, what string) (observed, expected map[string]float64, err error) {
+	observed, expected = map[string]float64{}, map[string]float64{}
 	switch what {
 	case "servers":
 		report, ok := r.loads[load]
 		if !ok {
-			return 0, 0, fmt.Errorf("load %s has not ended", load)
+			return nil, nil, fmt.Errorf("load %s has not ended", load)
 		}
 		a, err := r.lab.list(r.ctx, "Dip")
 		if err != nil {
-			return 0, 0, err
+			return nil, nil, err
 		}
 		for _, d := range a.GetDips() {
 			if !r.vips[d.GetVip()] {
@@ -296,12 +314,12 @@ func (r *runner) chiSquared(load, what string) (chi2, dof float64, err error) {
 	case "muxes":
 		before, ok := r.before[load]
 		if !ok {
-			return 0, 0, fmt.Errorf("load %s was not begun", load)
+			return nil, nil, fmt.Errorf("load %s was not begun", load)
 		}
 		for _, m := range r.lab.Topology.Role(Mux) {
 			n, err := r.lab.metric(r.ctx, m.Name, "quartet_mux_new_flows_total", nil)
 			if err != nil {
-				return 0, 0, err
+				return nil, nil, err
 			}
 			observed[m.Name] = n - before[m.Name]
 		}
@@ -310,11 +328,19 @@ func (r *runner) chiSquared(load, what string) (chi2, dof float64, err error) {
 		if r.six[load] {
 			pool = VIPPools[1]
 		}
-		if expected, err = r.lab.shares(client.Up, pool); err != nil {
-			return 0, 0, err
-		}
+		expected, err = r.lab.shares(client.Up, pool)
+		return observed, expected, err
 	default:
-		return 0, 0, fmt.Errorf("%q is neither servers nor muxes", what)
+		return nil, nil, fmt.Errorf("%q is neither servers nor muxes", what)
+	}
+	return observed, expected, nil
+}
+
+// chiSquared compares the two.
+func (r *runner) chiSquared(load, what string) (chi2, dof float64, err error) {
+	observed, expected, err := r.spread(load, what)
+	if err != nil {
+		return 0, 0, err
 	}
 	total := 0.0
 	for _, n := range observed {

@@ -348,6 +348,13 @@ func (r *runner) restore(ctx context.Context) error {
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("put the lab back: %w", err)
 	}
+	for _, n := range r.lab.Topology.Nodes {
+		if n.Role == Manager {
+			if err := r.lab.nodeReady(ctx, n, 30*time.Second); err != nil {
+				return fmt.Errorf("put the lab back: %w", err)
+			}
+		}
+	}
 	if len(r.vips) > 0 {
 		api, err := r.lab.client()
 		if err != nil {

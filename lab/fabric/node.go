@@ -234,6 +234,25 @@ func (n *Node) SetXDP(name string, fd int) error {
 	})
 }
 
+// SetEgress runs a loaded tc program on what an interface sends, for as long as
+// the interface lives.
+func (n *Node) SetEgress(name string, fd int) error {
+	return n.onLink(name, "attach tc program to", func(l netlink.Link) error {
+		index := l.Attrs().Index
+		qdisc := &netlink.GenericQdisc{
+			QdiscAttrs: netlink.QdiscAttrs{LinkIndex: index, Handle: netlink.MakeHandle(0xffff, 0), Parent: netlink.HANDLE_CLSACT},
+			QdiscType:  "clsact",
+		}
+		if err := n.nl.QdiscReplace(qdisc); err != nil {
+			return err
+		}
+		return n.nl.FilterReplace(&netlink.BpfFilter{
+			FilterAttrs: netlink.FilterAttrs{LinkIndex: index, Parent: netlink.HANDLE_MIN_EGRESS, Handle: 1, Priority: 1, Protocol: unix.ETH_P_ALL},
+			Fd:          fd, Name: "lab", DirectAction: true,
+		})
+	})
+}
+
 // Counters are an interface's packets and bytes since it was made.
 type Counters struct {
 	RxPackets, RxBytes, TxPackets, TxBytes uint64

@@ -137,6 +137,7 @@ var Observations = map[string]int{
 	"current":    1, // 1 if all muxes run a VIP's last generation
 	"flows":      1, // flows that the muxes began to a DIP
 	"servers":    1, // different servers that answered a load
+	"share":      2, // of a load's connections that a mux or server got: share(LOAD,NODE)
 	"chi2":       2, // chi-squared of a load's servers, or of muxes' flows: chi2(LOAD,servers), chi2(NAME,muxes)
 	"dof":        2, // degrees of freedom of the same
 	"p":          2, // probability of a chi-squared as large by chance

@@ -14,4 +14,14 @@ int pass(struct xdp_md *ctx)
 	return XDP_PASS;
 }
 
+/* The kernel marks what a TCP socket sends with a hash of the socket's choice, and
+ * every router that it reaches in this kernel would choose its ECMP next hop by
+ * that one number instead of by one of its own. A cable does not carry it. */
+SEC("tc")
+int forget_hash(struct __sk_buff *skb)
+{
+	bpf_set_hash_invalid(skb);
+	return -1; /* TC_ACT_UNSPEC: as if there were no program */
+}
+
 char LICENSE[] SEC("license") = "Dual BSD/GPL";

@@ -16,7 +16,8 @@ import (
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
-	passProgPass = "pass"
+	passProgForgetHash = "forget_hash"
+	passProgPass       = "pass"
 )
 
 // loadPass returns the embedded CollectionSpec for pass.
@@ -61,7 +62,8 @@ type passSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type passProgramSpecs struct {
-	Pass *ebpf.ProgramSpec `ebpf:"pass"`
+	ForgetHash *ebpf.ProgramSpec `ebpf:"forget_hash"`
+	Pass       *ebpf.ProgramSpec `ebpf:"pass"`
 }
 
 // passMapSpecs contains maps before they are loaded into the kernel.
@@ -112,11 +114,13 @@ type passVariables struct {
 //
 // It can be passed to loadPassObjects or ebpf.CollectionSpec.LoadAndAssign.
 type passPrograms struct {
-	Pass *ebpf.Program `ebpf:"pass"`
+	ForgetHash *ebpf.Program `ebpf:"forget_hash"`
+	Pass       *ebpf.Program `ebpf:"pass"`
 }
 
 func (p *passPrograms) Close() error {
 	return _PassClose(
+		p.ForgetHash,
 		p.Pass,
 	)
 }
