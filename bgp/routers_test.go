@@ -315,7 +315,6 @@ type router struct {
 type routerOptions struct {
 	bfd      string // "" or the interval in ms
 	hold     int    // seconds
-	passive  bool
 	announce string // a prefix that the router announces to the speakers
 }
 

@@ -150,7 +150,7 @@ func (p *Process) Handler() http.Handler {
 // Close stops serving metrics.
 func (p *Process) Close() {
 	if p.server != nil {
-		p.server.Close()
+		_ = p.server.Close()
 	}
 }
 

@@ -179,7 +179,7 @@ func TestReadConfig(t *testing.T) {
 		t.Errorf("empty file: %v", err)
 	}
 	for text, want := range map[string]string{
-		"nmae: m1":             "line 1: nmae: unknown field; valid: bgp-peer, flows, generic, name",
+		"nom: m1":              "line 1: nom: unknown field; valid: bgp-peer, flows, generic, name",
 		"name: [a, b]":         "name: one value is wanted, not a list",
 		"flows: many":          `flows: strconv.ParseInt: parsing "many"`,
 		"name: a\nname: b":     "name: given twice",

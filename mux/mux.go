@@ -91,7 +91,11 @@ func Run(ctx context.Context, c Config) error {
 		return errors.Join(err, m.routes.stop(closing))
 	}
 	// The pinned data plane goes on forwarding whatever happens to this process.
-	defer m.data.Close()
+	defer func() {
+		if err := m.data.Close(); err != nil {
+			m.log.Warn("close packet path", "error", err)
+		}
+	}()
 	m.adopted = len(m.data.Endpoints()) > 0
 	c.Metrics.MustRegister(&collector{m})
 

@@ -60,11 +60,11 @@ type Handler[S, D any] interface {
 	Report(r *quartetv1.ReportRequest, want Want)
 }
 
-// MuxHandler and HostHandler are the two kinds of node.
-type (
-	MuxHandler  = Handler[*quartetv1.MuxTables, *quartetv1.MuxDelta]
-	HostHandler = Handler[*quartetv1.HostTables, *quartetv1.HostDelta]
-)
+// MuxHandler is a mux's side of the line.
+type MuxHandler = Handler[*quartetv1.MuxTables, *quartetv1.MuxDelta]
+
+// HostHandler is a host agent's side of the line.
+type HostHandler = Handler[*quartetv1.HostTables, *quartetv1.HostDelta]
 
 // Want says which parts a report is to have besides state, which all have.
 type Want struct {
@@ -123,7 +123,6 @@ type Link[S, D message] struct {
 
 	mu       sync.Mutex
 	applyErr string // guarded by mu: why the last update does not run; "" if it does
-	refused  string // guarded by mu: what to tell a manager whose term was refused
 }
 
 // NewMux links a mux.
@@ -330,7 +329,7 @@ func (l *Link[S, D]) watch(ctx context.Context, base string) (progress bool, err
 	updates := make(chan *quartetv1.Update)
 	ended := make(chan error, 1)
 	go func() {
-		defer stream.Close()
+		defer func() { _ = stream.Close() }()
 		for stream.Receive() {
 			// The stream decodes each message into one of its own.
 			select {
@@ -398,7 +397,7 @@ func (l *Link[S, D]) watch(ctx context.Context, base string) (progress bool, err
 			l.log.Error("tables refused; the last good ones stay", "generation", l.kind.generation(u),
 				"running", l.Generation(), "error", err)
 			l.fail(fmt.Sprintf("generation %d: %s", l.kind.generation(u), err))
-			failed = fmt.Errorf("%w: %s", errApply, err)
+			failed = fmt.Errorf("%w: %w", errApply, err)
 			retry = time.After(l.config.MaxBackoff)
 			continue
 		}

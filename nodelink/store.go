@@ -88,17 +88,17 @@ func (s *store) write(name string, content ...[]byte) (err error) {
 	}
 	defer func() {
 		if err != nil {
-			os.Remove(f.Name())
+			_ = os.Remove(f.Name())
 		}
 	}()
 	for _, c := range content {
 		if _, err := f.Write(c); err != nil {
-			f.Close()
+			_ = f.Close()
 			return err
 		}
 	}
 	if err := f.Sync(); err != nil {
-		f.Close()
+		_ = f.Close()
 		return err
 	}
 	if err := f.Close(); err != nil {
@@ -205,7 +205,7 @@ func (s *store) append(u *quartetv1.Update) error {
 
 func (s *store) close() {
 	if s.file != nil {
-		s.file.Close()
+		_ = s.file.Close()
 		s.file = nil
 	}
 }

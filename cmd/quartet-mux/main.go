@@ -78,7 +78,7 @@ forwarding; the next process adopts it. "quartet-mux detach" takes it off.`,
 	f.BoolVar(&o.insecure, "insecure-loopback", false, "allow http:// to a manager on a loopback address")
 	f.StringArrayVar(&o.interfaces, "interface", nil, "`interface` that packets come in by; may be repeated")
 	f.StringVar(&o.pinDir, "pin-dir", defaultPin, "`directory` on a BPF filesystem where program and maps are pinned")
-	f.StringVar(&o.stateDir, "state-dir", "/run/quartet-mux", "`directory` of the last good tables")
+	f.StringVar(&o.stateDir, "state-dir", "/run/quartet/mux", "`directory` of the last good tables")
 	f.IntVar(&o.flows, "flows", 1<<20, "connections that the connection table is meant for, 16 bytes each")
 	f.DurationVar(&o.idleTrusted, "idle-trusted", 30*time.Minute, "how long an idle flow of more than one packet keeps its connection entry, 1m..8h")
 	f.DurationVar(&o.idleOther, "idle-untrusted", 20*time.Second, "the same for a flow of one packet, 5s..1h")
