@@ -194,7 +194,7 @@ func readCert(file string) (*x509.Certificate, error) {
 	}
 	cert, err := x509.ParseCertificate(block.Bytes)
 	if err != nil {
-		return nil, fmt.Errorf("read certificate %s: %s", file, err)
+		return nil, fmt.Errorf("read certificate %s: %w", file, err)
 	}
 	return cert, nil
 }
@@ -236,8 +236,8 @@ func writeFile(name string, mode fs.FileMode, b *pem.Block) (err error) {
 	}
 	defer func() {
 		if err != nil {
-			f.Close()
-			os.Remove(f.Name())
+			_ = f.Close() // the first error is told
+			_ = os.Remove(f.Name())
 			err = fmt.Errorf("write %s: %w", name, err)
 		}
 	}()

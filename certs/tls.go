@@ -125,7 +125,7 @@ func (f *files) read() error {
 		return fmt.Errorf("load %s: it expired on %s: renew it with 'quartet certs issue'", f.cert, pair.Leaf.NotAfter.UTC().Format(time.RFC3339))
 	}
 	if _, err := pair.Leaf.Verify(x509.VerifyOptions{Roots: roots, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageAny}}); err != nil {
-		return fmt.Errorf("load %s: not signed by %s (%q): %s: use the ca.crt beside it", f.cert, f.ca, caCert.Subject.CommonName, err)
+		return fmt.Errorf("load %s: not signed by %s (%q): %w: use the ca.crt beside it", f.cert, f.ca, caCert.Subject.CommonName, err)
 	}
 	f.pair, f.roots = &pair, roots
 	return nil

@@ -67,7 +67,7 @@ func (c *connection) resolve() error {
 	if !config.Changed {
 		dir, err := os.UserConfigDir()
 		if err != nil {
-			return nil
+			return nil //nolint:nilerr // without a home there is no file to read
 		}
 		file := filepath.Join(dir, "quartet", "config.yaml")
 		if _, err := os.Stat(file); errors.Is(err, fs.ErrNotExist) {

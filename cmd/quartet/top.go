@@ -19,7 +19,7 @@ import (
 )
 
 func topCommand(c *cli) *cobra.Command {
-	var interval time.Duration = time.Second
+	interval := time.Second
 	var once bool
 	var format output
 	cmd := &cobra.Command{

@@ -45,7 +45,6 @@ var (
 	prefixRule = rule{valid: "an IPv4 prefix /8../32 or an IPv6 prefix /16../128, such as 203.0.113.0/24", text: parsePrefix}
 	portRule   = rule{noun: "a port", min: 1, max: 65535}
 	countRule  = rule{noun: "a count", min: 1, max: 100}
-	anyText    = rule{}
 )
 
 // enum takes one of the values, in lower or upper case.
@@ -264,7 +263,7 @@ func checkVip(v *quartetv1.Vip, r *report) {
 				}
 			}
 		}
-		checkBackends(e, path, has4, has6, checkFamily, r)
+		checkBackends(e, path, checkFamily, r)
 		if h := e.GetHealth(); h != nil {
 			checkHealth(h, e, path, r)
 		}
@@ -283,7 +282,7 @@ func unique(r *report, once map[string]int, value string, i int, list, field str
 	once[value] = i
 }
 
-func checkBackends(e *quartetv1.Endpoint, path string, has4, has6 bool, checkFamily func(path, text string), r *report) {
+func checkBackends(e *quartetv1.Endpoint, path string, checkFamily func(path, text string), r *report) {
 	dips := map[string]int{}
 	tunnels := map[bool]map[netip.Addr]int{false: {}, true: {}}
 	weights := uint64(0)
