@@ -960,8 +960,7 @@ INLINE long write_reply(struct __sk_buff *skb, struct outbound *out)
 #define TCP_OPTION_MSS 2
 #define TCP_OPTIONS    40 /* bytes at most */
 
-/* The smallest MSS that any host must take (RFC 791's 68 bytes less two bare headers, in effect
- * what Linux calls TCP_MIN_MSS) bounds what a tiny MTU may ask for. */
+/* Linux computes with no smaller one (its TCP_MIN_MSS): what a tiny MTU may ask for. */
 #define MSS_LEAST 88
 
 /* Lowers the MSS that a server announces to what fits into the tunnel. Not inlined, for its stack.

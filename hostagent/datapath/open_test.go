@@ -117,6 +117,40 @@ func TestMissingCapability(t *testing.T) {
 	}
 }
 
+// On a host without bpffs, Open mounts it.
+func TestMountsBPFFS(t *testing.T) {
+	l := newLab(t)
+	l.in(t, "host", func() error {
+		// A mount namespace of this thread only, which ends with the goroutine.
+		if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
+			return err
+		}
+		if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+			return err
+		}
+		var fs unix.Statfs_t
+		for {
+			if err := unix.Statfs("/sys/fs/bpf", &fs); err != nil {
+				return err
+			}
+			if fs.Type != unix.BPF_FS_MAGIC {
+				break
+			}
+			if err := unix.Unmount("/sys/fs/bpf", unix.MNT_DETACH); err != nil {
+				return err
+			}
+		}
+		d, err := Open(Config{Interfaces: []string{"eth0"}})
+		if err != nil {
+			return err
+		}
+		if err := unix.Statfs(DefaultPinDir, &fs); err != nil || fs.Type != unix.BPF_FS_MAGIC {
+			t.Errorf("%s: file system %#x, %v", DefaultPinDir, fs.Type, err)
+		}
+		return d.Detach()
+	})
+}
+
 func TestAnotherXDPProgram(t *testing.T) {
 	l := newLab(t)
 	other, err := ebpf.NewProgram(&ebpf.ProgramSpec{Type: ebpf.XDP, License: "GPL", Instructions: passAll()})
