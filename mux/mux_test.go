@@ -115,7 +115,7 @@ func newNetwork(t *testing.T) *network {
 		must(t, node.AddRoute(fabric.Route{Dst: netip.MustParsePrefix("0.0.0.0/0"), Via: netip.MustParseAddr("10.98." + net + ".1")}))
 		must(t, node.AddRoute(fabric.Route{Dst: netip.MustParsePrefix("::/0"), Via: netip.MustParseAddr("2001:db8:98:" + net + "::1")}))
 		if strings.HasPrefix(name, "m") {
-			must(t, router.SetXDP(name, pass.FD()))
+			must(t, router.SetXDP(name, pass.Pass.FD()))
 		}
 	}
 	must(t, n.nodes["client"].OffloadsOff("eth0"))
