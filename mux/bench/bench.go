@@ -255,7 +255,11 @@ func (b *bench) measure(c testCase) (sample, error) {
 	if err != nil {
 		return sample{}, err
 	}
-	got, err := b.run(m, c.traffic, m.slot, b.options.Packets)
+	packets := b.options.Packets
+	if c.situation == room { // each takes an entry
+		packets = min(packets, b.options.Flows/4)
+	}
+	got, err := b.run(m, c.traffic, m.slot, packets)
 	if err != nil {
 		return sample{}, err
 	}
