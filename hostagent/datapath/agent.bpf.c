@@ -186,7 +186,8 @@ struct {
 	__type(value, struct dip);
 } dips SEC(".maps");
 
-/* Flows of which a packet followed the first (Ananta section 3.3.3). */
+/* Flows of which a packet followed the first (Ananta section 3.3.3). Of a flow that a full table
+ * let go, replies leave as the DIP until the client's next packet makes it again. */
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, 1);

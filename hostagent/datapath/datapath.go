@@ -442,9 +442,8 @@ func runsOtherMaps(id ebpf.ProgramID, flows *ebpf.Map) (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	defer program.Close()
 	info, err := program.Info()
-	if err != nil {
+	if err := errors.Join(err, program.Close()); err != nil {
 		return false, err
 	}
 	used, _ := info.MapIDs()

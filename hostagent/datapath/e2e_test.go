@@ -186,6 +186,25 @@ func TestEndToEnd(t *testing.T) {
 			}
 		}
 	}
+
+	// Meters against what the mux sent. Its last packets may be on their way.
+	var in, out Meter
+	eventually(t, "as much metered in as the mux sent", func() bool {
+		in, out = Meter{}, Meter{}
+		for _, m := range meterMap(t, d) {
+			sum := &out
+			if m.Inbound {
+				sum = &in
+			}
+			sum.Packets += m.Packets
+			sum.Bytes += m.Bytes
+		}
+		return in.Packets == l.packets.Load() && in.Bytes == l.bytes.Load()
+	})
+	// Servers' offloads are on: a packet may be many segments.
+	if n := exits(t, d)["out_translated"]; out.Packets <= n {
+		t.Errorf("%d segments in %d packets out: no segmentation offload was met", out.Packets, n)
+	}
 }
 
 // ready raises a lab with servers and an agent that has its rules.

@@ -30,9 +30,10 @@ type testLab struct {
 	prefix string
 	tunnel atomic.Pointer[func(src, dst netip.Addr, inner []byte) ip]
 	outer6 atomic.Bool
-	seen   atomic.Uint64 // packets that the test's mux encapsulated
-	routes map[netip.Addr]muxRoute
-	agent  *Datapath // that is to be detached in the end
+	// What the test's mux encapsulated.
+	packets, bytes atomic.Uint64
+	routes         map[netip.Addr]muxRoute
+	agent          *Datapath // that is to be detached in the end
 }
 
 // muxRoute is where the test's mux sends a VIP's packets.
@@ -221,7 +222,8 @@ func (l *testLab) encapsulate(inner []byte) []byte {
 	if !ok {
 		return nil
 	}
-	l.seen.Add(1)
+	l.packets.Add(1)
+	l.bytes.Add(uint64(len(inner)))
 	format := *l.tunnel.Load()
 	src, dst := addr("10.0.0.1"), r.tunnel4
 	if l.outer6.Load() {

@@ -366,7 +366,7 @@ func (m *model) inbound(b []byte) (string, []byte) {
 			client = modelFlow{client: q.dst, clientPort: q.dstPort, proto: q.proto}
 			port = q.srcPort
 		} else {
-			p := ok
+			var p parsed
 			switch inner.proto {
 			case 6:
 				p = inner.tcp(b)

@@ -533,7 +533,7 @@ func TestICMPErrors(t *testing.T) {
 
 // RFC 6040, figure 4, with right IPv4 header checksums.
 func TestECN(t *testing.T) {
-	// By inner, then outer: Not-ECT 0, ECT(1) 1, ECT(0) 2, CE 3; 9 is a drop.
+	// By the inner field's value, then the outer's; 9 is a drop.
 	want := [4][4]uint8{
 		0: {0, 0, 0, 9},
 		1: {1, 1, 1, 3},

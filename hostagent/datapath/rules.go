@@ -28,12 +28,12 @@ type target struct {
 type targets [4]target
 
 // with makes t the current target.
-func (old targets) with(t target) targets {
+func (ts targets) with(t target) targets {
 	next := targets{t}
 	n := 1
-	for _, o := range old {
-		if o != t && o.dip.IsValid() && n < len(next) {
-			next[n] = o
+	for _, old := range ts {
+		if old != t && old.dip.IsValid() && n < len(next) {
+			next[n] = old
 			n++
 		}
 	}
@@ -219,8 +219,12 @@ func (d *Datapath) change(put map[ruleKey]target, gone []ruleKey) error {
 	}
 	if err != nil {
 		d.used.count(next, -1)
-		if back := errors.Join(d.writeRules(before), d.settle(before, next)); back != nil {
-			return fmt.Errorf("%w; writing back the former rules: %s", err, back)
+		back := d.writeRules(before)
+		if back == nil {
+			back = d.settle(before, next)
+		}
+		if back != nil {
+			return fmt.Errorf("%w; write back the former rules: %w", err, back)
 		}
 		return err
 	}
