@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -577,5 +578,23 @@ func TestFrame(t *testing.T) {
 	got := frame("one\ntwo is long\nthree\nfour\n", 5, 3)
 	if want := "\x1b[Hone\x1b[K\r\ntwo i\x1b[K\r\n\x1b[J"; got != want {
 		t.Errorf("%q", got)
+	}
+}
+
+// A shell accepts the completion script.
+func TestCompletionScript(t *testing.T) {
+	for _, shell := range []string{"bash", "zsh", "fish"} {
+		var out, errOut bytes.Buffer
+		if status := run(context.Background(), []string{"completion", shell}, strings.NewReader(""), &out, &errOut); status != 0 || !strings.Contains(out.String(), "__complete") {
+			t.Fatalf("%s: %d %s", shell, status, errOut.String())
+		}
+		if shell != "bash" {
+			continue
+		}
+		cmd := exec.Command("bash", "-n")
+		cmd.Stdin = &out
+		if text, err := cmd.CombinedOutput(); err != nil {
+			t.Errorf("bash: %v: %s", err, text)
+		}
 	}
 }

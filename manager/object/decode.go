@@ -27,6 +27,7 @@ const MaxViolations = 100
 func Decode(docs []*structpb.Struct) ([]Object, []*quartetv1.FieldViolation) {
 	var objects []Object
 	var all []*quartetv1.FieldViolation
+	more := 0
 	seen := map[Ref]int{}
 	for i, doc := range docs {
 		r := &report{object: fmt.Sprintf("document %d", i+1)}
@@ -40,8 +41,9 @@ func Decode(docs []*structpb.Struct) ([]Object, []*quartetv1.FieldViolation) {
 			}
 		}
 		all = append(all, r.violations...)
+		more += r.more
 	}
-	return objects, limit(all)
+	return objects, limit(all, more)
 }
 
 // RefOf is the kind and name of the object that a document describes, if they
@@ -55,13 +57,14 @@ func RefOf(doc *structpb.Struct) (Ref, bool) {
 	return ref, slices.Contains(Kinds, ref.Kind) && label.MatchString(ref.Name)
 }
 
-func limit(all []*quartetv1.FieldViolation) []*quartetv1.FieldViolation {
-	if len(all) <= MaxViolations {
+// limit cuts violations down to MaxViolations; more are known of beside them.
+func limit(all []*quartetv1.FieldViolation, more int) []*quartetv1.FieldViolation {
+	if len(all)+more <= MaxViolations {
 		return all
 	}
-	rest := len(all) - (MaxViolations - 1)
-	return append(all[:MaxViolations-1:MaxViolations-1], &quartetv1.FieldViolation{
-		Message: fmt.Sprintf("and %d violations more", rest),
+	shown := min(len(all), MaxViolations-1)
+	return append(all[:shown:shown], &quartetv1.FieldViolation{
+		Message: fmt.Sprintf("and %d violations more", len(all)-shown+more),
 	})
 }
 
@@ -101,12 +104,17 @@ func decodeOne(doc *structpb.Struct, r *report) Object {
 // report gathers the violations of one object.
 type report struct {
 	object     string
-	violations []*quartetv1.FieldViolation
+	violations []*quartetv1.FieldViolation // at most MaxViolations, which ok searches
+	more       int                         // how many were not kept
 	// path rewrites a path of our schema to one of the document's.
 	path func(string) string
 }
 
 func (r *report) add(path, message, valid string) {
+	if len(r.violations) == MaxViolations {
+		r.more++
+		return
+	}
 	if r.path != nil {
 		path = r.path(path)
 	}

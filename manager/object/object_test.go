@@ -353,6 +353,23 @@ func TestViolationsAreLimited(t *testing.T) {
 	if len(wrong) != MaxViolations || Format(wrong[MaxViolations-1]) != "and 201 violations more" {
 		t.Errorf("%d violations, the last: %v", len(wrong), wrong[len(wrong)-1])
 	}
+	// One object with as many mistakes as fit is no more work than without.
+	e := &quartetv1.Endpoint{Protocol: "TCP", Port: 80}
+	for range 4096 {
+		e.Backends = append(e.Backends, &quartetv1.Backend{Dip: "0.0.0.0"})
+	}
+	o := vip("web", "192.0.2.1")
+	for range 16 {
+		o.Vip.Endpoints = append(o.Vip.Endpoints, e)
+	}
+	doc, err := o.Struct()
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, wrong = Decode([]*structpb.Struct{doc, {}})
+	if len(wrong) != MaxViolations || !strings.HasSuffix(Format(wrong[MaxViolations-1]), "violations more") {
+		t.Errorf("%d violations, the last: %v", len(wrong), wrong[len(wrong)-1])
+	}
 }
 
 func TestDefaultIsIdempotent(t *testing.T) {

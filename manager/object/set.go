@@ -89,7 +89,7 @@ func (s *Set) Check(put []Object, remove []Ref) []*quartetv1.FieldViolation {
 			c.checkDIPs(o)
 		}
 	}
-	return limit(c.violations)
+	return limit(c.violations, 0)
 }
 
 // Apply makes a change that Check found nothing wrong with. The set keeps the
