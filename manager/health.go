@@ -31,8 +31,8 @@ func (b *batch) report(addresses []netip.Addr, results []*quartetv1.CheckResult)
 		}) {
 			continue
 		}
-		k := dipKey{vip, compile.EndpointID(e), dip}
-		d := b.m.cfg.Damping.Report(b.m.dips[k], c.Healthy, b.now)
+		k := dipKey{vip, name, dip}
+		d := b.m.cfg.Damping.Report(b.m.dip(k), c.Healthy, b.now)
 		b.m.dips[k] = d
 		reason := c.Reason
 		if c.Healthy {
@@ -43,6 +43,31 @@ func (b *batch) report(addresses []netip.Addr, results []*quartetv1.CheckResult)
 		}
 		b.setDIP(k, d, reason, false)
 	}
+}
+
+// stored is what the store has of a DIP, or nil.
+func (m *Manager) stored(k dipKey) *quartetv1.DipState {
+	for _, e := range m.set.Vip(k.vip).GetEndpoints() {
+		if e.Name != k.endpoint {
+			continue
+		}
+		for _, d := range m.states[k.vip][compile.EndpointID(e)].GetDips() {
+			if d.Dip == k.dip {
+				return d
+			}
+		}
+	}
+	return nil
+}
+
+// dip is what is known of a DIP: by its reports, else by what is stored. One
+// that was held out for flapping before a restart starts afresh.
+func (m *Manager) dip(k dipKey) health.DIP {
+	if d, ok := m.dips[k]; ok {
+		return d
+	}
+	s := m.stored(k)
+	return health.DIP{Known: s != nil, Up: s.GetHealthy() || s.GetSuppressed()}
 }
 
 func servedBy(x *quartetv1.Backend, addresses []netip.Addr) bool {
@@ -63,11 +88,7 @@ func (b *batch) setDIP(k dipKey, d health.DIP, reason string, lost bool) {
 	}
 	was := b.dips[k]
 	if was == nil {
-		for _, s := range b.m.states[k.vip][k.endpoint].GetDips() {
-			if s.Dip == k.dip {
-				was = s
-			}
-		}
+		was = b.m.stored(k)
 	}
 	if was != nil && was.Healthy == next.Healthy && was.Suppressed == next.Suppressed {
 		return
@@ -98,11 +119,8 @@ func (b *batch) eachChecked(addresses []netip.Addr, f func(k dipKey)) {
 						continue
 					}
 					for _, dip := range []string{x.Dip, x.Dip6} {
-						k := dipKey{name, compile.EndpointID(e), dip}
-						for _, s := range m.states[name][k.endpoint].GetDips() {
-							if s.Dip == dip {
-								f(k)
-							}
+						if k := (dipKey{name, e.Name, dip}); m.stored(k) != nil {
+							f(k)
 						}
 					}
 				}
@@ -113,13 +131,13 @@ func (b *batch) eachChecked(addresses []netip.Addr, f func(k dipKey)) {
 
 // agentBack stages that a lost agent's DIPs are as it last reported.
 func (b *batch) agentBack(addresses []netip.Addr) {
-	b.eachChecked(addresses, func(k dipKey) { b.setDIP(k, b.m.dips[k], "", false) })
+	b.eachChecked(addresses, func(k dipKey) { b.setDIP(k, b.m.dip(k), "", false) })
 }
 
 // agentLost stages that a silent agent's DIPs are out of rotation.
 func (b *batch) agentLost(name string, addresses []netip.Addr, heard time.Time) {
 	reason := fmt.Sprintf("host agent %s silent since %s", name, heard.UTC().Format(time.RFC3339))
-	b.eachChecked(addresses, func(k dipKey) { b.setDIP(k, b.m.dips[k], reason, true) })
+	b.eachChecked(addresses, func(k dipKey) { b.setDIP(k, b.m.dip(k), reason, true) })
 }
 
 // timers does what is due: rollouts that nobody waits for any more, DIPs that
@@ -163,7 +181,7 @@ func (m *Manager) timers(now time.Time) {
 	}
 	var due []dipKey
 	for k := range m.suppressed {
-		if !m.cfg.Damping.Release(m.dips[k], now).Suppressed {
+		if !m.cfg.Damping.Release(m.dip(k), now).Suppressed {
 			due = append(due, k)
 		}
 	}
@@ -175,7 +193,7 @@ func (m *Manager) timers(now time.Time) {
 			b.agentLost(name, addresses[name], heard[name])
 		}
 		for _, k := range due {
-			d := m.cfg.Damping.Release(m.dips[k], now)
+			d := m.cfg.Damping.Release(m.dip(k), now)
 			m.dips[k] = d
 			b.setDIP(k, d, "", false)
 		}

@@ -113,7 +113,7 @@ type Manager struct {
 	traceID    uint64
 }
 
-// dipKey names a DIP behind one endpoint by compile.EndpointID.
+// dipKey names a DIP behind one endpoint, as its check does.
 type dipKey struct{ vip, endpoint, dip string }
 
 // New loads what the store has and compiles it. Nothing runs before Run.
@@ -165,15 +165,11 @@ func New(ctx context.Context, s *store.Store, cfg Config) (*Manager, error) {
 		for _, e := range r.States {
 			m.changed[name] = max(m.changed[name], e.Generation)
 		}
-		for id, e := range r.States {
-			for _, d := range e.Dips {
-				// One that was held out for flapping starts afresh.
-				m.dips[dipKey{name, id, d.Dip}] = health.DIP{Known: true, Up: d.Healthy || d.Suppressed}
-				if d.Suppressed {
-					m.suppressed[dipKey{name, id, d.Dip}] = true
-				}
+		r.Reported(func(endpoint string, d *quartetv1.DipState) {
+			if d.Suppressed {
+				m.suppressed[dipKey{name, endpoint, d.Dip}] = true
 			}
-		}
+		})
 		m.index(name, nil, r)
 	}
 	m.prefixes.pools(m.pools)
@@ -394,7 +390,7 @@ func (b *batch) commit() (*rollout, error) {
 			changes[name] = compile.Change{Before: before}
 			continue
 		}
-		r, err := m.compile(vip, before, withDips(old, byVip[name]), b.now, generation, false)
+		r, err := m.compile(vip, before, withDips(vip, old, byVip[name]), b.now, generation, false)
 		if err != nil {
 			return nil, err
 		}
@@ -428,8 +424,8 @@ func (b *batch) commit() (*rollout, error) {
 	return m.publish(b, generation, changes), nil
 }
 
-// withDips is states with these DIPs' health.
-func withDips(states map[string]*quartetv1.EndpointState, dips map[dipKey]*quartetv1.DipState) map[string]*quartetv1.EndpointState {
+// withDips is a VIP's states with these DIPs' health.
+func withDips(vip *quartetv1.Vip, states map[string]*quartetv1.EndpointState, dips map[dipKey]*quartetv1.DipState) map[string]*quartetv1.EndpointState {
 	if len(dips) == 0 {
 		return states
 	}
@@ -439,15 +435,20 @@ func withDips(states map[string]*quartetv1.EndpointState, dips map[dipKey]*quart
 	}
 	fresh := map[string]bool{}
 	for k, d := range dips {
-		old := out[k.endpoint]
-		if !fresh[k.endpoint] {
-			fresh[k.endpoint] = true
+		i := slices.IndexFunc(vip.Endpoints, func(e *quartetv1.Endpoint) bool { return e.Name == k.endpoint })
+		if i < 0 {
+			continue
+		}
+		id := compile.EndpointID(vip.Endpoints[i])
+		old := out[id]
+		if !fresh[id] {
+			fresh[id] = true
 			old = &quartetv1.EndpointState{
 				Generation: old.GetGeneration(), Table4: old.GetTable4(), Table6: old.GetTable6(), Dips: slices.Clone(old.GetDips()),
 			}
-			out[k.endpoint] = old
+			out[id] = old
 		}
-		i := slices.IndexFunc(old.Dips, func(x *quartetv1.DipState) bool { return x.Dip == k.dip })
+		i = slices.IndexFunc(old.Dips, func(x *quartetv1.DipState) bool { return x.Dip == k.dip })
 		if i < 0 {
 			old.Dips = append(old.Dips, d)
 		} else {
@@ -457,21 +458,22 @@ func withDips(states map[string]*quartetv1.EndpointState, dips map[dipKey]*quart
 	return out
 }
 
-// forget drops what was known of DIPs that no VIP names any more.
+// forget drops what was known of checks that are gone.
 func (b *batch) forget(changes map[string]compile.Change) {
 	for name, c := range changes {
 		if c.Before == nil || c.After != nil && c.After.Vip == c.Before.Vip {
 			continue
 		}
-		for id, e := range c.Before.States {
-			for _, d := range e.Dips {
-				if c.After == nil || !slices.ContainsFunc(c.After.States[id].GetDips(), func(x *quartetv1.DipState) bool { return x.Dip == d.Dip }) {
-					k := dipKey{name, id, d.Dip}
-					delete(b.m.dips, k)
-					delete(b.m.suppressed, k)
-				}
-			}
+		kept := map[dipKey]bool{}
+		if c.After != nil {
+			c.After.Reported(func(endpoint string, d *quartetv1.DipState) { kept[dipKey{name, endpoint, d.Dip}] = true })
 		}
+		c.Before.Reported(func(endpoint string, d *quartetv1.DipState) {
+			if k := (dipKey{name, endpoint, d.Dip}); !kept[k] {
+				delete(b.m.dips, k)
+				delete(b.m.suppressed, k)
+			}
+		})
 	}
 }
 

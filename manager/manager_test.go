@@ -41,34 +41,91 @@ func decode(t *testing.T, text string) []object.Object {
 	return objects
 }
 
+// runAll makes each change a request, all of one batch, and returns their errors.
+func (m *Manager) runAll(all ...func(b *batch) error) []error {
+	var requests []*request
+	for _, f := range all {
+		requests = append(requests, &request{done: make(chan outcome, 1), stage: func(b *batch) ([]*quartetv1.Change, error) {
+			return nil, f(b)
+		}})
+	}
+	m.run(requests)
+	var errs []error
+	for _, r := range requests {
+		errs = append(errs, (<-r.done).err)
+	}
+	return errs
+}
+
+func applying(t *testing.T, text string) func(b *batch) error {
+	return func(b *batch) error {
+		_, err := b.change(decode(t, text), nil, false)
+		return err
+	}
+}
+
+// A DIP that is removed and added again before its agent hears of it would wait
+// for a report that the agent has no reason to send: the agent is made to watch
+// again, upon which it reports everything.
+func TestCheckComesBack(t *testing.T) {
+	m, _ := newManager(t)
+	const pool = "{kind: VipPool, name: pool, prefixes: [203.0.113.0/24]}\n---\n"
+	const one = "{kind: Vip, name: web, addresses: [203.0.113.10], endpoints: [{protocol: TCP, port: 80, health: {tcp: {}}, backends: [{dip: 10.0.0.1}]}]}\n---\n"
+	two := strings.Replace(one, "[{dip: 10.0.0.1}]", "[{dip: 10.0.0.1}, {dip: 10.0.0.2}]", 1)
+	addresses := []netip.Addr{netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("10.0.0.2")}
+	watch := &quartetv1.WatchRequest{Name: "host1", Role: RoleHost, Addresses: []string{"10.0.0.1", "10.0.0.2"}}
+	make := func(f func(b *batch) error) {
+		t.Helper()
+		if errs := m.runAll(f); errs[0] != nil {
+			t.Fatal(errs[0])
+		}
+	}
+	make(applying(t, pool+two))
+	n, s, err := m.connect(watch)
+	if err != nil {
+		t.Fatal(err)
+	}
+	next := func(snapshot bool) {
+		t.Helper()
+		u, err := m.next(n, s)
+		if err != nil || len(u) != 1 || (u[0].GetHostSnapshot() != nil) != snapshot {
+			t.Fatalf("%v, %v", u, err)
+		}
+	}
+	next(true)
+	make(applying(t, strings.Replace(two, "tcp: {}", "tcp: {}, rise: 3", 1)))
+	next(false) // not reported yet: nothing is lost
+	make(func(b *batch) error {
+		b.report(addresses, []*quartetv1.CheckResult{{Id: "web/tcp-80/10.0.0.1", Healthy: true}, {Id: "web/tcp-80/10.0.0.2", Healthy: true}})
+		return nil
+	})
+	make(applying(t, one))
+	next(false)
+	make(applying(t, two)) // heard of one by one: the agent starts the check afresh
+	next(false)
+	make(func(b *batch) error {
+		b.report(addresses, []*quartetv1.CheckResult{{Id: "web/tcp-80/10.0.0.2", Healthy: true}})
+		return nil
+	})
+	make(applying(t, one))
+	make(applying(t, two))
+	if u, err := m.next(n, s); !errors.Is(err, ErrUnavailable) {
+		t.Errorf("%v, %v", u, err)
+	}
+	if n, s, err = m.connect(watch); err != nil {
+		t.Fatal(err)
+	}
+	next(true)
+}
+
 // A change that the store can't take leaves nothing behind, in the store or in
 // memory, and does not keep those from being made that came with it.
 func TestChangeUndone(t *testing.T) {
 	m, s := newManager(t)
-	send := func(all ...func(b *batch) error) []error {
-		var requests []*request
-		for _, f := range all {
-			requests = append(requests, &request{done: make(chan outcome, 1), stage: func(b *batch) ([]*quartetv1.Change, error) {
-				return nil, f(b)
-			}})
-		}
-		m.run(requests)
-		var errs []error
-		for _, r := range requests {
-			errs = append(errs, (<-r.done).err)
-		}
-		return errs
-	}
-	apply := func(text string) func(b *batch) error {
-		return func(b *batch) error {
-			_, err := b.change(decode(t, text), nil, false)
-			return err
-		}
-	}
 	const pool = "{kind: VipPool, name: pool, prefixes: [203.0.113.0/24]}\n---\n"
 	const web = "{kind: Vip, name: web, addresses: [203.0.113.10], endpoints: [{protocol: TCP, port: 80, backends: [{dip: 10.0.0.1}, {dip: 10.0.0.2}]}]}\n---\n"
 	const db = "{kind: Vip, name: db, addresses: [203.0.113.11], endpoints: [{protocol: TCP, port: 80, backends: [{dip: 10.0.0.1}]}]}\n---\n"
-	if errs := send(apply(pool + web)); errs[0] != nil {
+	if errs := m.runAll(applying(t, pool+web)); errs[0] != nil {
 		t.Fatal(errs)
 	}
 	before, err := s.Dump(t.Context())
@@ -83,7 +140,7 @@ func TestChangeUndone(t *testing.T) {
 		}
 	}
 	huge := func(b *batch) error {
-		if err := apply(strings.Replace(web, "10.0.0.2", "10.0.0.3", 1) + strings.Replace(db, "203.0.113.11", "203.0.113.12", 1))(b); err != nil {
+		if err := applying(t, strings.Replace(web, "10.0.0.2", "10.0.0.3", 1)+strings.Replace(db, "203.0.113.11", "203.0.113.12", 1))(b); err != nil {
 			return err
 		}
 		if _, err := b.drainDIP("10.0.0.1", "", false); err != nil {
@@ -100,7 +157,7 @@ func TestChangeUndone(t *testing.T) {
 		return nil
 	}
 	for _, f := range []func(b *batch) error{huge, removed} {
-		if errs := send(f); !errors.Is(errs[0], store.ErrTooLarge) {
+		if errs := m.runAll(f); !errors.Is(errs[0], store.ErrTooLarge) {
 			t.Fatal(errs)
 		}
 		after, err := s.Dump(t.Context())
@@ -112,7 +169,7 @@ func TestChangeUndone(t *testing.T) {
 			t.Errorf("memory changed: %v, %v, drained %v, generation %d", m.set.Vips(), m.set.Pools(), m.drainedDIPs, m.generation)
 		}
 	}
-	if errs := send(apply(db), huge); errs[0] != nil || errs[1] == nil {
+	if errs := m.runAll(applying(t, db), huge); errs[0] != nil || errs[1] == nil {
 		t.Errorf("beside one that is too large: %v", errs)
 	}
 	if m.results["db"] == nil || m.set.Vip("db") == nil || m.generation != 3 {

@@ -113,7 +113,11 @@ func (m *Manager) Watch(ctx context.Context, req *quartetv1.WatchRequest, send f
 	defer m.disconnect(n, s)
 	m.log.Info("node connected", "node", req.Name, "role", req.Role, "addresses", req.Addresses, "version", req.Version)
 	for {
-		for _, u := range m.next(n, s) {
+		updates, err := m.next(n, s)
+		if err != nil {
+			return err
+		}
+		for _, u := range updates {
 			if err := send(u); err != nil {
 				return fmt.Errorf("send to %s: %w", req.Name, err)
 			}
@@ -209,8 +213,9 @@ func (m *Manager) keepNode(n *node) {
 	}
 }
 
-// next is what a stream has to send: traces, then a snapshot or a delta.
-func (m *Manager) next(n *node, s *stream) []*quartetv1.Update {
+// next is what a stream has to send: traces, then a snapshot or a delta. Its
+// error ends the stream.
+func (m *Manager) next(n *node, s *stream) ([]*quartetv1.Update, error) {
 	var out []*quartetv1.Update
 	m.mu.Lock()
 	for _, t := range s.traces {
@@ -219,7 +224,7 @@ func (m *Manager) next(n *node, s *stream) []*quartetv1.Update {
 	s.traces = nil
 	if !s.snapshot && s.sent == s.target {
 		m.mu.Unlock()
-		return out
+		return out, nil
 	}
 	// Results are read-only, so that the message is put together without the lock.
 	whole, base, generation := s.snapshot, s.sent, m.generation
@@ -255,12 +260,15 @@ func (m *Manager) next(n *node, s *stream) []*quartetv1.Update {
 		compile.MuxDelta(changes, d)
 		u.What = &quartetv1.Update_MuxDelta{MuxDelta: d}
 	default:
+		if compile.Forgotten(changes, addresses) {
+			return nil, fmt.Errorf("%w: a check of %s came back: watch again", ErrUnavailable, n.name)
+		}
 		d := &quartetv1.HostDelta{Base: base, Generation: generation}
 		compile.HostDelta(changes, addresses, d)
 		u.What = &quartetv1.Update_HostDelta{HostDelta: d}
 	}
 	m.metrics.updates.WithLabelValues(n.role, kind).Inc()
-	return append(out, u)
+	return append(out, u), nil
 }
 
 // resultsFor are the VIPs that concern a node; mu is held.

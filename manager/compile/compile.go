@@ -205,7 +205,9 @@ func serve(in Input, r *Result, e *quartetv1.Endpoint, is6 bool) (*served, error
 		m := buckets.Member{DIP: netip.AddrPortFrom(dip, uint16(b.Port)), Weight: b.GetWeight()}
 		var known *quartetv1.DipState
 		if e.Health != nil {
-			known = health(old, dip)
+			if known = health(old, dip); known == nil {
+				known = in.Before.report(e.Name, dip) // the endpoint's port has changed
+			}
 			if known == nil && hadBuckets(table, dip) {
 				known = &quartetv1.DipState{Dip: dip.String(), Healthy: true, Since: timestamppb.New(in.Now)}
 			}
@@ -266,6 +268,28 @@ func health(e *quartetv1.EndpointState, dip netip.Addr) *quartetv1.DipState {
 		}
 	}
 	return nil
+}
+
+// report is what is known of the DIP behind the endpoint of this name, or nil.
+func (r *Result) report(endpoint string, dip netip.Addr) *quartetv1.DipState {
+	if r == nil {
+		return nil
+	}
+	for _, e := range r.Vip.Endpoints {
+		if e.Name == endpoint {
+			return health(r.States[EndpointID(e)], dip)
+		}
+	}
+	return nil
+}
+
+// Reported calls f for each DIP that has a report.
+func (r *Result) Reported(f func(endpoint string, d *quartetv1.DipState)) {
+	for _, e := range r.Vip.Endpoints {
+		for _, d := range r.States[EndpointID(e)].GetDips() {
+			f(e.Name, d)
+		}
+	}
 }
 
 func hadBuckets(t buckets.Table, dip netip.Addr) bool {

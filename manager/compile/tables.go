@@ -80,6 +80,31 @@ func HostDelta(changes []Change, addresses []netip.Addr, d *quartetv1.HostDelta)
 	}
 }
 
+// Forgotten says whether the changes leave a host agent with a check that it has
+// reported and whose report was dropped: its DIP was removed and came back
+// before the agent heard of it. The agent must report again.
+func Forgotten(changes []Change, addresses []netip.Addr) bool {
+	for _, c := range changes {
+		if c.Before == nil || c.After == nil || c.Before.Vip == c.After.Vip {
+			continue
+		}
+		dropped := map[string]bool{}
+		c.Before.Reported(func(endpoint string, d *quartetv1.DipState) {
+			dropped[CheckID(c.Before.Vip.Name, endpoint, d.Dip)] = true
+		})
+		c.After.Reported(func(endpoint string, d *quartetv1.DipState) {
+			delete(dropped, CheckID(c.After.Vip.Name, endpoint, d.Dip))
+		})
+		_, checks := host(c.After, addresses)
+		for _, k := range checks {
+			if dropped[k.Id] {
+				return true
+			}
+		}
+	}
+	return false
+}
+
 // ConcernsHosts are the addresses of the host agents that may have anything to do.
 func (c Change) ConcernsHosts() []netip.Addr {
 	if c.Before != nil && c.After != nil && c.Before.Vip == c.After.Vip {

@@ -394,6 +394,19 @@ func TestHealth(t *testing.T) {
 	host.report(result(1, true, ""))
 	until(t, "one is back", func() bool { return len(mux.endpoint(t, "web/http").Buckets) > 0 })
 
+	// An endpoint that changes its port keeps its checks, and so what is known;
+	// one that changes its name keeps its DIPs until their first report.
+	f.apply(strings.Replace(vip("web", 10, 2, check), "port: 80,", "port: 81,", 1))
+	if c := counts(mux.endpoint(t, "web/http")); c[0] != 256 || state(1).State != "unhealthy" {
+		t.Errorf("after a change of port: %v, %v", c, state(1))
+	}
+	f.apply(strings.NewReplacer("port: 80,", "port: 81,", "name: http", "name: www").Replace(vip("web", 10, 2, check)))
+	if c := counts(mux.endpoint(t, "web/www")); c[0] != 256 || state(1).State != "unhealthy" {
+		t.Errorf("after a change of name: %v, %v", c, state(1))
+	}
+	host.report(&quartetv1.CheckResult{Id: "web/www/10.0.10.2", Healthy: true})
+	until(t, "its report counts", func() bool { return counts(mux.endpoint(t, "web/www"))[1] == 128 })
+
 	// A check on a DIP that serves without one leaves it in rotation.
 	f.apply(vip("db", 11, 2, ""))
 	f.apply(vip("db", 11, 2, check))
@@ -410,7 +423,8 @@ func TestHealth(t *testing.T) {
 // A host agent that falls silent loses its checked DIPs, and gets them back
 // when it reports again. One that only reconnects loses nothing.
 func TestSilentAgent(t *testing.T) {
-	f := newFabric(t, manager.Config{AgentTimeout: 400 * time.Millisecond})
+	t.Parallel()
+	f := newFabric(t, manager.Config{AgentTimeout: 2 * time.Second})
 	mux := f.watch("mux", "mux1", nil)
 	addresses := []string{"10.0.10.1", "10.0.10.2", "10.0.10.3"}
 	var hosts []*watcher
@@ -457,7 +471,8 @@ func TestSilentAgent(t *testing.T) {
 // A DIP that flaps is held out and comes back by itself; the last one is not
 // held out.
 func TestFlappingDIP(t *testing.T) {
-	damping := health.Damping{Penalty: 1000, Suppress: 2500, Reuse: 1000, HalfLife: 300 * time.Millisecond, Max: time.Second}
+	t.Parallel()
+	damping := health.Damping{Penalty: 1000, Suppress: 2500, Reuse: 1000, HalfLife: 1500 * time.Millisecond, Max: 5 * time.Second}
 	f := newFabric(t, manager.Config{AgentTimeout: -1, Damping: damping})
 	mux := f.watch("mux", "mux1", nil)
 	host := f.watch("host", "host1", []string{"10.0.10.1", "10.0.10.2"})
