@@ -34,6 +34,10 @@ import (
 // layoutVersion changes with the meaning of any pinned map's contents.
 const layoutVersion = 1
 
+// fragmentLifetime is how long after its first fragment a packet's others are
+// let through: Linux's own limit, net.ipv4.ipfrag_time.
+const fragmentLifetime = 30 * time.Second
+
 // Config is what a datapath is opened with. Sizes are of memory that is
 // reserved at once, but for buckets, whose memory grows with use.
 type Config struct {
@@ -331,6 +335,7 @@ func (d *Datapath) applySettings() {
 	storeUint32(&s.IdleTrusted, uint32(d.config.IdleTrusted>>flowTimeUnitBits))
 	storeUint32(&s.IdleUntrusted, uint32(d.config.IdleUntrusted>>flowTimeUnitBits))
 	storeUint64(&s.AnswersPerSecond, uint64(d.config.AnswersPerSecond))
+	storeUint64(&s.FragmentLifetime, uint64(fragmentLifetime))
 }
 
 // setSeed changes the flow hash's key. Flows move where it differs.

@@ -81,6 +81,7 @@ struct settings {
 	__u32 idle_trusted;	  /* FLOW_TIME_UNITs */
 	__u32 idle_untrusted;	  /* FLOW_TIME_UNITs */
 	__u64 answers_per_second; /* ICMP errors, each CPU */
+	__u64 fragment_lifetime;  /* ns between a first fragment and its last */
 };
 
 /* VIPs and endpoints are kept in open-addressed tables of cache lines that the
@@ -205,8 +206,6 @@ struct fragment {
 	__u32 entropy;
 	__u32 pad;
 };
-
-#define FRAGMENT_LIFETIME_NS 30000000000ULL /* Linux's ipfrag_time */
 
 struct next_hop {
 	__u64 dst[2];  /* outer destination */
@@ -757,7 +756,7 @@ INLINE enum exit follow_first_fragment(struct run *run, const struct packet *p,
 	struct fragment_key key;
 	fragment_key(p, &key);
 	struct fragment *first = bpf_map_lookup_elem(&fragments, &key);
-	if (!first || run->now - first->time > FRAGMENT_LIFETIME_NS)
+	if (!first || run->now - first->time > run->settings->fragment_lifetime)
 		return EXIT_UNKNOWN_FRAGMENT;
 	choice->id = first->dip;
 	choice->dip = find_dip(first->dip, first->endpoint);

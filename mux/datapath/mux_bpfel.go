@@ -160,6 +160,7 @@ type muxSettings struct {
 	IdleTrusted       uint32
 	IdleUntrusted     uint32
 	AnswersPerSecond  uint64
+	FragmentLifetime  uint64
 }
 
 type muxTrace struct {

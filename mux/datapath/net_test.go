@@ -80,6 +80,8 @@ func addVeth(t testing.TB, name string, mtu int) netlink.Link {
 	must(t, err)
 	peer, err := netlink.LinkByName(name + "p")
 	must(t, err)
+	// The far side is to stay silent, so that counters are the tests' own.
+	must(t, os.WriteFile("/proc/sys/net/ipv6/conf/"+name+"p/disable_ipv6", []byte("1"), 0))
 	must(t, netlink.LinkSetUp(l))
 	must(t, netlink.LinkSetUp(peer))
 	return l

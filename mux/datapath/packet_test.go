@@ -5,6 +5,7 @@ import (
 	"math/rand/v2"
 	"net/netip"
 	"testing"
+	"time"
 
 	"github.com/gopacket/gopacket"
 	"github.com/gopacket/gopacket/layers"
@@ -65,7 +66,9 @@ func newBed(t testing.TB) *bed {
 	b := &bed{testNet: newTestNet(t)}
 	c := testConfig(pinDir(t))
 	c.AnswersPerSecond = 1e9
+	c.DIPs = 64
 	b.d = openTest(t, c)
+	b.d.settings.FragmentLifetime = uint64(time.Hour) // the twin has no clock
 	must(t, b.d.Replace(testTables()))
 	// No VLAN interfaces in the smallest kernels: up3 plays one on top of up0.
 	must(t, b.d.maps.VlanLinks.Put(uint32(b.index("up3")), muxVlanLink{Ifindex: uint32(b.index("up0")), Vlan: htons(7)}))
