@@ -655,6 +655,13 @@ func TestNoLoss(t *testing.T) {
 		}
 		n.wantWays("m1")
 		n.wantReady("m2", "drain: an operator drains this mux")
+		eventually(t, "m2 has withdrawn its routes", func() string {
+			if _, text := n.get("m2", "/metrics"); !strings.Contains(text, "quartet_mux_announced_prefixes 0") {
+				return "it has not"
+			}
+			return ""
+		})
+		n.wantWays("m1")
 		if _, err := n.operator().Drain(context.Background(), &quartetv1.DrainRequest{Kind: "mux", Name: "m2", Undo: true}); err != nil {
 			t.Fatal(err)
 		}
