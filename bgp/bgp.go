@@ -65,10 +65,10 @@ func Start(ctx context.Context, c Config) (Speaker, error) {
 	if err := c.check(); err != nil {
 		return nil, fmt.Errorf("start BGP: %w", err)
 	}
-	log := c.Log
-	if log == nil {
-		log = slog.New(slog.DiscardHandler)
+	if c.Log == nil {
+		c.Log = slog.New(slog.DiscardHandler)
 	}
+	log := c.Log
 	s := &speaker{
 		server:    server.NewBgpServer(server.LoggerOption(log, nil)),
 		config:    c,
@@ -82,11 +82,29 @@ func Start(ctx context.Context, c Config) (Speaker, error) {
 		}
 		return nil, fmt.Errorf("start BGP: %w", err)
 	}
+	var err error
+	if s.bfd, err = startBFD(c.Peers, log, s.bfdDown); err != nil {
+		s.server.Stop()
+		return nil, err
+	}
 	return s, nil
+}
+
+// bfdDown closes the BGP session with a peer that BFD found silent.
+func (s *speaker) bfdDown(peer netip.Addr) {
+	ctx := context.Background()
+	// GoBGP would keep the order to close for the next session if there is none.
+	if s.observe(ctx)[peer].state != "established" {
+		return
+	}
+	if err := s.server.ResetPeer(ctx, &api.ResetPeerRequest{Address: peer.String(), Communication: "BFD is down"}); err != nil {
+		s.config.Log.Warn("close BGP session", "peer", peer, "error", err)
+	}
 }
 
 type speaker struct {
 	server *server.BgpServer
+	bfd    *bfdSpeaker
 	config Config
 
 	mu        sync.Mutex
@@ -199,13 +217,6 @@ func (s *speaker) peer(p Peer) *api.Peer {
 	}
 	if p.Multihop > 0 {
 		peer.EbgpMultihop = &api.EbgpMultihop{Enabled: true, MultihopTtl: uint32(p.Multihop)}
-	}
-	if p.BFD.Interval > 0 {
-		us := uint32(p.BFD.Interval / time.Microsecond)
-		peer.Bfd = &api.BfdPeerConfig{
-			Enabled: true, DesiredMinimumTxInterval: us, RequiredMinimumReceive: us,
-			DetectionMultiplier: uint32(p.BFD.Multiplier),
-		}
 	}
 	for _, f := range p.families() {
 		family := ipv4Unicast
@@ -349,7 +360,7 @@ func (s *speaker) Peers(ctx context.Context) []PeerStatus {
 	for _, p := range s.config.Peers {
 		status := PeerStatus{Address: p.Address, ASN: p.ASN, State: "idle", BFD: p.BFD.Interval > 0}
 		if o, ok := seen[p.Address]; ok {
-			status.State, status.BFDUp = o.state, o.bfdUp
+			status.State, status.BFDUp = o.state, s.bfd.isUp(p.Address)
 		}
 		list = append(list, status)
 	}
@@ -358,7 +369,6 @@ func (s *speaker) Peers(ctx context.Context) []PeerStatus {
 
 type observed struct {
 	state       string
-	bfdUp       bool
 	updatesSent uint64
 }
 
@@ -372,7 +382,6 @@ func (s *speaker) observe(ctx context.Context) map[netip.Addr]observed {
 		}
 		seen[addr] = observed{
 			state:       strings.ToLower(strings.TrimPrefix(p.GetState().GetSessionState().String(), "SESSION_STATE_")),
-			bfdUp:       p.GetState().GetBfdState().GetSessionState() == api.BfdSessionState_BFD_SESSION_STATE_UP,
 			updatesSent: p.GetState().GetMessages().GetSent().GetUpdate(),
 		}
 	})
@@ -430,5 +439,6 @@ func (s *speaker) Stop(ctx context.Context) error {
 	case <-time.After(5 * time.Second):
 		err = errors.Join(err, errors.New("close BGP sessions: GoBGP does not answer"))
 	}
+	s.bfd.stop()
 	return err
 }
