@@ -1071,19 +1071,21 @@ func (x *Check) GetHealth() *Health {
 }
 
 type ReportRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	Generation    uint64                 `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"` // that the node runs; 0 before the first
-	Error         string                 `protobuf:"bytes,3,opt,name=error,proto3" json:"error,omitempty"`            // why it does not run the last one it was sent
-	State         string                 `protobuf:"bytes,4,opt,name=state,proto3" json:"state,omitempty"`            // as NodeStatus.state
-	Results       []*CheckResult         `protobuf:"bytes,5,rep,name=results,proto3" json:"results,omitempty"`        // changes, and all of them first on each stream
-	Counters      []*FlowCounters        `protobuf:"bytes,6,rep,name=counters,proto3" json:"counters,omitempty"`
-	Exits         map[string]uint64      `protobuf:"bytes,7,rep,name=exits,proto3" json:"exits,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
-	BgpPeers      []*BgpPeerStatus       `protobuf:"bytes,8,rep,name=bgp_peers,json=bgpPeers,proto3" json:"bgp_peers,omitempty"`
-	Announced     []string               `protobuf:"bytes,9,rep,name=announced,proto3" json:"announced,omitempty"`
-	Meters        []*Meter               `protobuf:"bytes,10,rep,name=meters,proto3" json:"meters,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	Name       string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	Generation uint64                 `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"` // that the node runs; 0 before the first
+	Error      string                 `protobuf:"bytes,3,opt,name=error,proto3" json:"error,omitempty"`            // why it does not run the last one it was sent
+	State      string                 `protobuf:"bytes,4,opt,name=state,proto3" json:"state,omitempty"`            // as NodeStatus.state
+	Results    []*CheckResult         `protobuf:"bytes,5,rep,name=results,proto3" json:"results,omitempty"`        // changes, and all of them first on each stream
+	Counters   []*FlowCounters        `protobuf:"bytes,6,rep,name=counters,proto3" json:"counters,omitempty"`
+	Exits      map[string]uint64      `protobuf:"bytes,7,rep,name=exits,proto3" json:"exits,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
+	BgpPeers   []*BgpPeerStatus       `protobuf:"bytes,8,rep,name=bgp_peers,json=bgpPeers,proto3" json:"bgp_peers,omitempty"`
+	Announced  []string               `protobuf:"bytes,9,rep,name=announced,proto3" json:"announced,omitempty"`
+	Meters     []*Meter               `protobuf:"bytes,10,rep,name=meters,proto3" json:"meters,omitempty"`
+	// Muxes: whose host agent does not answer probes. In each report that has exits.
+	UnreachableTunnels []*Tunnel `protobuf:"bytes,11,rep,name=unreachable_tunnels,json=unreachableTunnels,proto3" json:"unreachable_tunnels,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *ReportRequest) Reset() {
@@ -1186,6 +1188,66 @@ func (x *ReportRequest) GetMeters() []*Meter {
 	return nil
 }
 
+func (x *ReportRequest) GetUnreachableTunnels() []*Tunnel {
+	if x != nil {
+		return x.UnreachableTunnels
+	}
+	return nil
+}
+
+// Tunnel is one way from muxes to a host agent.
+type Tunnel struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Address       []byte                 `protobuf:"bytes,1,opt,name=address,proto3" json:"address,omitempty"` // outer destination, 4 or 16 bytes
+	Gue           bool                   `protobuf:"varint,2,opt,name=gue,proto3" json:"gue,omitempty"`        // encapsulation: gue
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Tunnel) Reset() {
+	*x = Tunnel{}
+	mi := &file_quartet_v1_node_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Tunnel) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Tunnel) ProtoMessage() {}
+
+func (x *Tunnel) ProtoReflect() protoreflect.Message {
+	mi := &file_quartet_v1_node_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Tunnel.ProtoReflect.Descriptor instead.
+func (*Tunnel) Descriptor() ([]byte, []int) {
+	return file_quartet_v1_node_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *Tunnel) GetAddress() []byte {
+	if x != nil {
+		return x.Address
+	}
+	return nil
+}
+
+func (x *Tunnel) GetGue() bool {
+	if x != nil {
+		return x.Gue
+	}
+	return false
+}
+
 type ReportResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -1194,7 +1256,7 @@ type ReportResponse struct {
 
 func (x *ReportResponse) Reset() {
 	*x = ReportResponse{}
-	mi := &file_quartet_v1_node_proto_msgTypes[13]
+	mi := &file_quartet_v1_node_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1206,7 +1268,7 @@ func (x *ReportResponse) String() string {
 func (*ReportResponse) ProtoMessage() {}
 
 func (x *ReportResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_node_proto_msgTypes[13]
+	mi := &file_quartet_v1_node_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1219,7 +1281,7 @@ func (x *ReportResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportResponse.ProtoReflect.Descriptor instead.
 func (*ReportResponse) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_node_proto_rawDescGZIP(), []int{13}
+	return file_quartet_v1_node_proto_rawDescGZIP(), []int{14}
 }
 
 type CheckResult struct {
@@ -1233,7 +1295,7 @@ type CheckResult struct {
 
 func (x *CheckResult) Reset() {
 	*x = CheckResult{}
-	mi := &file_quartet_v1_node_proto_msgTypes[14]
+	mi := &file_quartet_v1_node_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1245,7 +1307,7 @@ func (x *CheckResult) String() string {
 func (*CheckResult) ProtoMessage() {}
 
 func (x *CheckResult) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_node_proto_msgTypes[14]
+	mi := &file_quartet_v1_node_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1258,7 +1320,7 @@ func (x *CheckResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckResult.ProtoReflect.Descriptor instead.
 func (*CheckResult) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_node_proto_rawDescGZIP(), []int{14}
+	return file_quartet_v1_node_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *CheckResult) GetId() string {
@@ -1297,7 +1359,7 @@ type Meter struct {
 
 func (x *Meter) Reset() {
 	*x = Meter{}
-	mi := &file_quartet_v1_node_proto_msgTypes[15]
+	mi := &file_quartet_v1_node_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1309,7 +1371,7 @@ func (x *Meter) String() string {
 func (*Meter) ProtoMessage() {}
 
 func (x *Meter) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_node_proto_msgTypes[15]
+	mi := &file_quartet_v1_node_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1322,7 +1384,7 @@ func (x *Meter) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Meter.ProtoReflect.Descriptor instead.
 func (*Meter) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_node_proto_rawDescGZIP(), []int{15}
+	return file_quartet_v1_node_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Meter) GetVip() string {
@@ -1370,7 +1432,7 @@ type TraceCommand struct {
 
 func (x *TraceCommand) Reset() {
 	*x = TraceCommand{}
-	mi := &file_quartet_v1_node_proto_msgTypes[16]
+	mi := &file_quartet_v1_node_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1382,7 +1444,7 @@ func (x *TraceCommand) String() string {
 func (*TraceCommand) ProtoMessage() {}
 
 func (x *TraceCommand) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_node_proto_msgTypes[16]
+	mi := &file_quartet_v1_node_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1395,7 +1457,7 @@ func (x *TraceCommand) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TraceCommand.ProtoReflect.Descriptor instead.
 func (*TraceCommand) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_node_proto_rawDescGZIP(), []int{16}
+	return file_quartet_v1_node_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *TraceCommand) GetId() string {
@@ -1424,7 +1486,7 @@ type TraceReplyRequest struct {
 
 func (x *TraceReplyRequest) Reset() {
 	*x = TraceReplyRequest{}
-	mi := &file_quartet_v1_node_proto_msgTypes[17]
+	mi := &file_quartet_v1_node_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1436,7 +1498,7 @@ func (x *TraceReplyRequest) String() string {
 func (*TraceReplyRequest) ProtoMessage() {}
 
 func (x *TraceReplyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_node_proto_msgTypes[17]
+	mi := &file_quartet_v1_node_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1449,7 +1511,7 @@ func (x *TraceReplyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TraceReplyRequest.ProtoReflect.Descriptor instead.
 func (*TraceReplyRequest) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_node_proto_rawDescGZIP(), []int{17}
+	return file_quartet_v1_node_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *TraceReplyRequest) GetName() string {
@@ -1488,7 +1550,7 @@ type TraceReplyResponse struct {
 
 func (x *TraceReplyResponse) Reset() {
 	*x = TraceReplyResponse{}
-	mi := &file_quartet_v1_node_proto_msgTypes[18]
+	mi := &file_quartet_v1_node_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1500,7 +1562,7 @@ func (x *TraceReplyResponse) String() string {
 func (*TraceReplyResponse) ProtoMessage() {}
 
 func (x *TraceReplyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_node_proto_msgTypes[18]
+	mi := &file_quartet_v1_node_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1513,7 +1575,7 @@ func (x *TraceReplyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TraceReplyResponse.ProtoReflect.Descriptor instead.
 func (*TraceReplyResponse) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_node_proto_rawDescGZIP(), []int{18}
+	return file_quartet_v1_node_proto_rawDescGZIP(), []int{19}
 }
 
 var File_quartet_v1_node_proto protoreflect.FileDescriptor
@@ -1618,7 +1680,7 @@ const file_quartet_v1_node_proto_rawDesc = "" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x10\n" +
 	"\x03dip\x18\x02 \x01(\fR\x03dip\x12\x12\n" +
 	"\x04port\x18\x03 \x01(\rR\x04port\x12*\n" +
-	"\x06health\x18\x04 \x01(\v2\x12.quartet.v1.HealthR\x06health\"\xcf\x03\n" +
+	"\x06health\x18\x04 \x01(\v2\x12.quartet.v1.HealthR\x06health\"\x94\x04\n" +
 	"\rReportRequest\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1e\n" +
 	"\n" +
@@ -1632,11 +1694,15 @@ const file_quartet_v1_node_proto_rawDesc = "" +
 	"\tbgp_peers\x18\b \x03(\v2\x19.quartet.v1.BgpPeerStatusR\bbgpPeers\x12\x1c\n" +
 	"\tannounced\x18\t \x03(\tR\tannounced\x12)\n" +
 	"\x06meters\x18\n" +
-	" \x03(\v2\x11.quartet.v1.MeterR\x06meters\x1a8\n" +
+	" \x03(\v2\x11.quartet.v1.MeterR\x06meters\x12C\n" +
+	"\x13unreachable_tunnels\x18\v \x03(\v2\x12.quartet.v1.TunnelR\x12unreachableTunnels\x1a8\n" +
 	"\n" +
 	"ExitsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01\"\x10\n" +
+	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01\"4\n" +
+	"\x06Tunnel\x12\x18\n" +
+	"\aaddress\x18\x01 \x01(\fR\aaddress\x12\x10\n" +
+	"\x03gue\x18\x02 \x01(\bR\x03gue\"\x10\n" +
 	"\x0eReportResponse\"O\n" +
 	"\vCheckResult\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x18\n" +
@@ -1675,7 +1741,7 @@ func file_quartet_v1_node_proto_rawDescGZIP() []byte {
 	return file_quartet_v1_node_proto_rawDescData
 }
 
-var file_quartet_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
+var file_quartet_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
 var file_quartet_v1_node_proto_goTypes = []any{
 	(*WatchRequest)(nil),       // 0: quartet.v1.WatchRequest
 	(*Update)(nil),             // 1: quartet.v1.Update
@@ -1690,25 +1756,26 @@ var file_quartet_v1_node_proto_goTypes = []any{
 	(*NatRule)(nil),            // 10: quartet.v1.NatRule
 	(*Check)(nil),              // 11: quartet.v1.Check
 	(*ReportRequest)(nil),      // 12: quartet.v1.ReportRequest
-	(*ReportResponse)(nil),     // 13: quartet.v1.ReportResponse
-	(*CheckResult)(nil),        // 14: quartet.v1.CheckResult
-	(*Meter)(nil),              // 15: quartet.v1.Meter
-	(*TraceCommand)(nil),       // 16: quartet.v1.TraceCommand
-	(*TraceReplyRequest)(nil),  // 17: quartet.v1.TraceReplyRequest
-	(*TraceReplyResponse)(nil), // 18: quartet.v1.TraceReplyResponse
-	nil,                        // 19: quartet.v1.ReportRequest.ExitsEntry
-	(*Health)(nil),             // 20: quartet.v1.Health
-	(*FlowCounters)(nil),       // 21: quartet.v1.FlowCounters
-	(*BgpPeerStatus)(nil),      // 22: quartet.v1.BgpPeerStatus
-	(*TracePacket)(nil),        // 23: quartet.v1.TracePacket
-	(*TraceResponse)(nil),      // 24: quartet.v1.TraceResponse
+	(*Tunnel)(nil),             // 13: quartet.v1.Tunnel
+	(*ReportResponse)(nil),     // 14: quartet.v1.ReportResponse
+	(*CheckResult)(nil),        // 15: quartet.v1.CheckResult
+	(*Meter)(nil),              // 16: quartet.v1.Meter
+	(*TraceCommand)(nil),       // 17: quartet.v1.TraceCommand
+	(*TraceReplyRequest)(nil),  // 18: quartet.v1.TraceReplyRequest
+	(*TraceReplyResponse)(nil), // 19: quartet.v1.TraceReplyResponse
+	nil,                        // 20: quartet.v1.ReportRequest.ExitsEntry
+	(*Health)(nil),             // 21: quartet.v1.Health
+	(*FlowCounters)(nil),       // 22: quartet.v1.FlowCounters
+	(*BgpPeerStatus)(nil),      // 23: quartet.v1.BgpPeerStatus
+	(*TracePacket)(nil),        // 24: quartet.v1.TracePacket
+	(*TraceResponse)(nil),      // 25: quartet.v1.TraceResponse
 }
 var file_quartet_v1_node_proto_depIdxs = []int32{
 	2,  // 0: quartet.v1.Update.mux_snapshot:type_name -> quartet.v1.MuxTables
 	3,  // 1: quartet.v1.Update.mux_delta:type_name -> quartet.v1.MuxDelta
 	8,  // 2: quartet.v1.Update.host_snapshot:type_name -> quartet.v1.HostTables
 	9,  // 3: quartet.v1.Update.host_delta:type_name -> quartet.v1.HostDelta
-	16, // 4: quartet.v1.Update.trace:type_name -> quartet.v1.TraceCommand
+	17, // 4: quartet.v1.Update.trace:type_name -> quartet.v1.TraceCommand
 	4,  // 5: quartet.v1.MuxTables.vips:type_name -> quartet.v1.VipAddress
 	6,  // 6: quartet.v1.MuxTables.endpoints:type_name -> quartet.v1.MuxEndpoint
 	4,  // 7: quartet.v1.MuxDelta.put_vips:type_name -> quartet.v1.VipAddress
@@ -1721,25 +1788,26 @@ var file_quartet_v1_node_proto_depIdxs = []int32{
 	10, // 14: quartet.v1.HostDelta.put_rules:type_name -> quartet.v1.NatRule
 	10, // 15: quartet.v1.HostDelta.delete_rules:type_name -> quartet.v1.NatRule
 	11, // 16: quartet.v1.HostDelta.put_checks:type_name -> quartet.v1.Check
-	20, // 17: quartet.v1.Check.health:type_name -> quartet.v1.Health
-	14, // 18: quartet.v1.ReportRequest.results:type_name -> quartet.v1.CheckResult
-	21, // 19: quartet.v1.ReportRequest.counters:type_name -> quartet.v1.FlowCounters
-	19, // 20: quartet.v1.ReportRequest.exits:type_name -> quartet.v1.ReportRequest.ExitsEntry
-	22, // 21: quartet.v1.ReportRequest.bgp_peers:type_name -> quartet.v1.BgpPeerStatus
-	15, // 22: quartet.v1.ReportRequest.meters:type_name -> quartet.v1.Meter
-	23, // 23: quartet.v1.TraceCommand.packet:type_name -> quartet.v1.TracePacket
-	24, // 24: quartet.v1.TraceReplyRequest.response:type_name -> quartet.v1.TraceResponse
-	0,  // 25: quartet.v1.NodeService.Watch:input_type -> quartet.v1.WatchRequest
-	12, // 26: quartet.v1.NodeService.Report:input_type -> quartet.v1.ReportRequest
-	17, // 27: quartet.v1.NodeService.TraceReply:input_type -> quartet.v1.TraceReplyRequest
-	1,  // 28: quartet.v1.NodeService.Watch:output_type -> quartet.v1.Update
-	13, // 29: quartet.v1.NodeService.Report:output_type -> quartet.v1.ReportResponse
-	18, // 30: quartet.v1.NodeService.TraceReply:output_type -> quartet.v1.TraceReplyResponse
-	28, // [28:31] is the sub-list for method output_type
-	25, // [25:28] is the sub-list for method input_type
-	25, // [25:25] is the sub-list for extension type_name
-	25, // [25:25] is the sub-list for extension extendee
-	0,  // [0:25] is the sub-list for field type_name
+	21, // 17: quartet.v1.Check.health:type_name -> quartet.v1.Health
+	15, // 18: quartet.v1.ReportRequest.results:type_name -> quartet.v1.CheckResult
+	22, // 19: quartet.v1.ReportRequest.counters:type_name -> quartet.v1.FlowCounters
+	20, // 20: quartet.v1.ReportRequest.exits:type_name -> quartet.v1.ReportRequest.ExitsEntry
+	23, // 21: quartet.v1.ReportRequest.bgp_peers:type_name -> quartet.v1.BgpPeerStatus
+	16, // 22: quartet.v1.ReportRequest.meters:type_name -> quartet.v1.Meter
+	13, // 23: quartet.v1.ReportRequest.unreachable_tunnels:type_name -> quartet.v1.Tunnel
+	24, // 24: quartet.v1.TraceCommand.packet:type_name -> quartet.v1.TracePacket
+	25, // 25: quartet.v1.TraceReplyRequest.response:type_name -> quartet.v1.TraceResponse
+	0,  // 26: quartet.v1.NodeService.Watch:input_type -> quartet.v1.WatchRequest
+	12, // 27: quartet.v1.NodeService.Report:input_type -> quartet.v1.ReportRequest
+	18, // 28: quartet.v1.NodeService.TraceReply:input_type -> quartet.v1.TraceReplyRequest
+	1,  // 29: quartet.v1.NodeService.Watch:output_type -> quartet.v1.Update
+	14, // 30: quartet.v1.NodeService.Report:output_type -> quartet.v1.ReportResponse
+	19, // 31: quartet.v1.NodeService.TraceReply:output_type -> quartet.v1.TraceReplyResponse
+	29, // [29:32] is the sub-list for method output_type
+	26, // [26:29] is the sub-list for method input_type
+	26, // [26:26] is the sub-list for extension type_name
+	26, // [26:26] is the sub-list for extension extendee
+	0,  // [0:26] is the sub-list for field type_name
 }
 
 func init() { file_quartet_v1_node_proto_init() }
@@ -1762,7 +1830,7 @@ func file_quartet_v1_node_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quartet_v1_node_proto_rawDesc), len(file_quartet_v1_node_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   20,
+			NumMessages:   21,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -798,14 +798,17 @@ type DipStatus struct {
 	Port     uint32                 `protobuf:"varint,4,opt,name=port,proto3" json:"port,omitempty"`
 	Host     string                 `protobuf:"bytes,5,opt,name=host,proto3" json:"host,omitempty"`
 	// "healthy", "unhealthy", "unknown" (no report yet), "draining"
-	State         string                 `protobuf:"bytes,6,opt,name=state,proto3" json:"state,omitempty"`
-	Reason        string                 `protobuf:"bytes,7,opt,name=reason,proto3" json:"reason,omitempty"` // last failed check's error
-	Weight        uint32                 `protobuf:"varint,8,opt,name=weight,proto3" json:"weight,omitempty"`
-	Buckets       uint32                 `protobuf:"varint,9,opt,name=buckets,proto3" json:"buckets,omitempty"` // of this endpoint's table
-	BucketsTotal  uint32                 `protobuf:"varint,10,opt,name=buckets_total,json=bucketsTotal,proto3" json:"buckets_total,omitempty"`
-	Since         *timestamppb.Timestamp `protobuf:"bytes,11,opt,name=since,proto3" json:"since,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	State        string                 `protobuf:"bytes,6,opt,name=state,proto3" json:"state,omitempty"`
+	Reason       string                 `protobuf:"bytes,7,opt,name=reason,proto3" json:"reason,omitempty"` // last failed check's error
+	Weight       uint32                 `protobuf:"varint,8,opt,name=weight,proto3" json:"weight,omitempty"`
+	Buckets      uint32                 `protobuf:"varint,9,opt,name=buckets,proto3" json:"buckets,omitempty"` // of this endpoint's table
+	BucketsTotal uint32                 `protobuf:"varint,10,opt,name=buckets_total,json=bucketsTotal,proto3" json:"buckets_total,omitempty"`
+	Since        *timestamppb.Timestamp `protobuf:"bytes,11,opt,name=since,proto3" json:"since,omitempty"`
+	// Muxes that get no answer from the host agent through the DIP's tunnel, in
+	// order of their names. It stays in rotation all the same.
+	UnreachableFrom []string `protobuf:"bytes,12,rep,name=unreachable_from,json=unreachableFrom,proto3" json:"unreachable_from,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *DipStatus) Reset() {
@@ -911,6 +914,13 @@ func (x *DipStatus) GetBucketsTotal() uint32 {
 func (x *DipStatus) GetSince() *timestamppb.Timestamp {
 	if x != nil {
 		return x.Since
+	}
+	return nil
+}
+
+func (x *DipStatus) GetUnreachableFrom() []string {
+	if x != nil {
+		return x.UnreachableFrom
 	}
 	return nil
 }
@@ -1918,7 +1928,7 @@ const file_quartet_v1_operator_proto_rawDesc = "" +
 	"\x05muxes\x18\x03 \x01(\rR\x05muxes\x12#\n" +
 	"\rmuxes_current\x18\x04 \x01(\rR\fmuxesCurrent\x12)\n" +
 	"\x04dips\x18\x05 \x03(\v2\x15.quartet.v1.DipStatusR\x04dips\x12\x1a\n" +
-	"\bwarnings\x18\x06 \x03(\tR\bwarnings\"\xaa\x02\n" +
+	"\bwarnings\x18\x06 \x03(\tR\bwarnings\"\xd5\x02\n" +
 	"\tDipStatus\x12\x10\n" +
 	"\x03vip\x18\x01 \x01(\tR\x03vip\x12\x1a\n" +
 	"\bendpoint\x18\x02 \x01(\tR\bendpoint\x12\x10\n" +
@@ -1931,7 +1941,8 @@ const file_quartet_v1_operator_proto_rawDesc = "" +
 	"\abuckets\x18\t \x01(\rR\abuckets\x12#\n" +
 	"\rbuckets_total\x18\n" +
 	" \x01(\rR\fbucketsTotal\x120\n" +
-	"\x05since\x18\v \x01(\v2\x1a.google.protobuf.TimestampR\x05since\"\x92\x03\n" +
+	"\x05since\x18\v \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x12)\n" +
+	"\x10unreachable_from\x18\f \x03(\tR\x0funreachableFrom\"\x92\x03\n" +
 	"\n" +
 	"NodeStatus\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
