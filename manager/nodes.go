@@ -36,6 +36,8 @@ type node struct {
 	exits      map[string]uint64
 	peers      []*quartetv1.BgpPeerStatus
 	announced  []string
+	// unreachable are a mux's tunnels whose host agent does not answer.
+	unreachable []*quartetv1.Tunnel
 }
 
 // restoredNode is one that the store knows; now is when this manager began to
@@ -314,6 +316,7 @@ func (m *Manager) Report(ctx context.Context, req *quartetv1.ReportRequest) erro
 	}
 	if len(req.Counters)+len(req.Exits)+len(req.BgpPeers)+len(req.Announced) > 0 { // else a short report
 		n.counters, n.exits, n.peers, n.announced = req.Counters, req.Exits, req.BgpPeers, req.Announced
+		n.unreachable = req.UnreachableTunnels
 	}
 	role, addresses := n.role, n.addresses
 	m.mu.Unlock()

@@ -359,7 +359,7 @@ func (m *Manager) List(kind, name string) (*quartetv1.ListResponse, error) {
 			if name != "" && !hasDIP(r.Vip, name) {
 				continue
 			}
-			for _, d := range r.Dips() {
+			for _, d := range r.Dips(o.unreachable) {
 				if name == "" || d.Dip == name {
 					out.Dips = append(out.Dips, d)
 				}
@@ -389,6 +389,8 @@ type observed struct {
 	lost       map[string]bool         // host agents
 	agents     map[netip.Addr]*quartetv1.NodeStatus
 	distrust   bool
+	// unreachable has the connected muxes that get no answer through a tunnel.
+	unreachable map[compile.Tunnel][]string
 }
 
 func (m *Manager) observe(kind, name string) *observed {
@@ -397,6 +399,7 @@ func (m *Manager) observe(kind, name string) *observed {
 	o := &observed{
 		generation: m.generation, changed: map[string]uint64{}, pools: m.pools, distrust: m.distrust,
 		lost: map[string]bool{}, agents: map[netip.Addr]*quartetv1.NodeStatus{},
+		unreachable: map[compile.Tunnel][]string{},
 	}
 	if kind == object.KindVip && name != "" {
 		if r := m.results[name]; r != nil {
@@ -418,13 +421,22 @@ func (m *Manager) observe(kind, name string) *observed {
 				o.agents[a] = s
 			}
 		}
+		if n.role == RoleMux && n.stream != nil {
+			for _, t := range n.unreachable {
+				k := compile.Tunnel{Address: string(t.Address), GUE: t.Gue}
+				o.unreachable[k] = append(o.unreachable[k], n.name)
+			}
+		}
+	}
+	for _, muxes := range o.unreachable {
+		slices.Sort(muxes)
 	}
 	slices.SortFunc(o.nodes, func(a, b *quartetv1.NodeStatus) int { return strings.Compare(a.Name, b.Name) })
 	return o
 }
 
 func (o *observed) vipStatus(r *compile.Result) *quartetv1.VipStatus {
-	s := &quartetv1.VipStatus{Vip: r.Vip, Generation: o.changed[r.Vip.Name], Dips: r.Dips()}
+	s := &quartetv1.VipStatus{Vip: r.Vip, Generation: o.changed[r.Vip.Name], Dips: r.Dips(o.unreachable)}
 	s.Warnings = append(s.Warnings, r.Warnings...)
 	for _, n := range o.nodes {
 		if n.Role == RoleMux && n.Connected {

@@ -373,9 +373,16 @@ func endpointOf(k *quartetv1.EndpointKey) lb.Endpoint {
 	return lb.Endpoint{VIP: a, Protocol: lb.Protocol(k.Protocol), Port: uint16(k.Port)}
 }
 
-// Dips is what is known of each DIP of a VIP, in its order. It costs as much as
-// the VIP's tables are long.
-func (r *Result) Dips() []*quartetv1.DipStatus {
+// Tunnel is one way from muxes to a host agent.
+type Tunnel struct {
+	Address string // 4 or 16 bytes
+	GUE     bool
+}
+
+// Dips is what is known of each DIP of a VIP, in its order; unreachable has the
+// muxes that get no answer through a tunnel. It costs as much as the VIP's
+// tables are long.
+func (r *Result) Dips(unreachable map[Tunnel][]string) []*quartetv1.DipStatus {
 	var out []*quartetv1.DipStatus
 	for f := range 2 {
 		for j, m := range r.endpoints(f) {
@@ -395,6 +402,7 @@ func (r *Result) Dips() []*quartetv1.DipStatus {
 					Vip: r.Vip.Name, Endpoint: e.Name, Dip: dip.String(), Port: b.Port, Host: b.Host,
 					State: m.Dips[k].State, Reason: known.GetReason(), Since: known.GetSince(),
 					Weight: b.GetWeight(), Buckets: counts[k], BucketsTotal: uint32(len(m.Buckets) / 2),
+					UnreachableFrom: unreachable[Tunnel{string(m.Dips[k].Tunnel), m.Gue}],
 				})
 				k++
 			}

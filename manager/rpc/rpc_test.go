@@ -732,10 +732,11 @@ func TestTop(t *testing.T) {
 		w := f.watch("mux", name, nil)
 		if _, err := w.client.Report(t.Context(), &quartetv1.ReportRequest{
 			Name: name, Generation: w.generation(), State: "ready",
-			Counters:  []*quartetv1.FlowCounters{{Vip: "web", Address: "203.0.113.10", Endpoint: "http", Dip: "10.0.10.1", Packets: uint64(10 + i), Bytes: 100, NewFlows: 1}},
-			Exits:     map[string]uint64{"no_vip": uint64(i)},
-			BgpPeers:  []*quartetv1.BgpPeerStatus{{Address: "10.0.0.254", State: "established"}},
-			Announced: []string{"203.0.113.0/24"},
+			Counters:           []*quartetv1.FlowCounters{{Vip: "web", Address: "203.0.113.10", Endpoint: "http", Dip: "10.0.10.1", Packets: uint64(10 + i), Bytes: 100, NewFlows: 1}},
+			Exits:              map[string]uint64{"no_vip": uint64(i)},
+			BgpPeers:           []*quartetv1.BgpPeerStatus{{Address: "10.0.0.254", State: "established"}},
+			Announced:          []string{"203.0.113.0/24"},
+			UnreachableTunnels: []*quartetv1.Tunnel{{Address: []byte{10, 0, 10, 1}}, {Address: []byte{10, 0, 10, 2}, Gue: true}},
 		}); err != nil {
 			t.Fatal(err)
 		}
@@ -745,6 +746,10 @@ func TestTop(t *testing.T) {
 	if err != nil || len(top.Counters) != 1 || top.Counters[0].Packets != 21 || top.Counters[0].Bytes != 200 || top.Counters[0].NewFlows != 2 ||
 		len(top.Nodes) != 2 || top.Nodes[1].Exits["no_vip"] != 1 {
 		t.Errorf("top: %v, %v", top, err)
+	}
+	f.apply(pool + vip("web", 10, 2, ""))
+	if d := f.list("Vip", "web").Vips[0].Dips; !slices.Equal(d[0].UnreachableFrom, []string{"mux1", "mux2"}) || len(d[1].UnreachableFrom) > 0 {
+		t.Errorf("unreachable: %v", d)
 	}
 	n := f.list("Mux", "mux2").Nodes[0]
 	if n.State != "ready" || !n.Connected || len(n.BgpPeers) != 1 || len(n.Announced) != 1 || n.Version != "test" {
