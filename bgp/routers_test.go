@@ -466,6 +466,33 @@ func TestAnnounceAndWithdraw(t *testing.T) {
 	})
 }
 
+// A mux whose VIPs are announced one by one: thousands of host routes come, most
+// go and some come again.
+func TestManyRoutes(t *testing.T) {
+	f := newFabric(t)
+	startBird(f, routerOptions{hold: 30})
+	m1 := f.speaker("m1", config(1, Peer{Password: password}))
+	f.wantEstablished(m1)
+	host := func(i int) string { return fmt.Sprintf("203.%d.%d.%d/32", i>>16, i>>8&255, i&255) }
+	for _, c := range []struct{ from, to int }{{0, 5000}, {4000, 6000}, {0, 0}, {5999, 6000}} {
+		var prefixes []string
+		for i := c.from; i < c.to; i++ {
+			prefixes = append(prefixes, host(i))
+		}
+		m1.set(prefixes...)
+		f.within(30*time.Second, fmt.Sprintf("routes %d to %d", c.from, c.to), func() string {
+			n := strings.Count(f.in("router", "ip", "-4", "route", "show", "proto", "bird"), "via 10.99.1.2")
+			if n != c.to-c.from {
+				return fmt.Sprintf("%d routes", n)
+			}
+			return ""
+		})
+		if c.to > c.from && (f.nextHops(host(c.from)) == "" || f.nextHops(host(c.to-1)) == "") {
+			t.Errorf("not the routes from %d to %d", c.from, c.to)
+		}
+	}
+}
+
 // What the router announces must not come back to it from the other speaker,
 // nor a speaker's routes by way of the other.
 func TestNoTransit(t *testing.T) {

@@ -14,48 +14,44 @@ import (
 // The manager's messages become the packet path's types here and nowhere else.
 // What the datapath checks itself (families, indices, sizes) is left to it.
 
-func convertTables(t *quartetv1.MuxTables) (datapath.Tables, []netip.Prefix, error) {
+func convertTables(t *quartetv1.MuxTables) (datapath.Tables, error) {
 	var out datapath.Tables
 	if len(t.FlowSeed) != len(out.Seed) {
-		return out, nil, fmt.Errorf("flow_seed: %d bytes; %d are wanted", len(t.FlowSeed), len(flowhash.Seed{}))
+		return out, fmt.Errorf("flow_seed: %d bytes; %d are wanted", len(t.FlowSeed), len(flowhash.Seed{}))
 	}
 	copy(out.Seed[:], t.FlowSeed)
 	var err error
 	if out.VIPs, err = convertVIPs(t.Vips); err != nil {
-		return out, nil, err
+		return out, err
 	}
-	if out.Endpoints, err = convertEndpoints(t.Endpoints); err != nil {
-		return out, nil, err
-	}
-	announce, err := convertAnnounce(t.Announce)
-	return out, announce, err
+	out.Endpoints, err = convertEndpoints(t.Endpoints)
+	return out, err
 }
 
-func convertDelta(d *quartetv1.MuxDelta) (datapath.Delta, []netip.Prefix, error) {
+func convertDelta(d *quartetv1.MuxDelta) (datapath.Delta, error) {
 	var out datapath.Delta
 	var err error
 	if out.PutVIPs, err = convertVIPs(d.PutVips); err != nil {
-		return out, nil, err
+		return out, err
 	}
 	if out.PutEndpoints, err = convertEndpoints(d.PutEndpoints); err != nil {
-		return out, nil, err
+		return out, err
 	}
 	for i, b := range d.DeleteVips {
 		addr, err := convertAddr(b)
 		if err != nil {
-			return out, nil, fmt.Errorf("delete_vips[%d]: %w", i, err)
+			return out, fmt.Errorf("delete_vips[%d]: %w", i, err)
 		}
 		out.DeleteVIPs = append(out.DeleteVIPs, addr)
 	}
 	for i, k := range d.DeleteEndpoints {
 		key, err := convertKey(k)
 		if err != nil {
-			return out, nil, fmt.Errorf("delete_endpoints[%d]: %w", i, err)
+			return out, fmt.Errorf("delete_endpoints[%d]: %w", i, err)
 		}
 		out.DeleteEndpoints = append(out.DeleteEndpoints, key)
 	}
-	announce, err := convertAnnounce(d.Announce)
-	return out, announce, err
+	return out, nil
 }
 
 func convertVIPs(in []*quartetv1.VipAddress) ([]datapath.VIP, error) {

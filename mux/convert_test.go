@@ -38,7 +38,7 @@ func goodTables() *quartetv1.MuxTables {
 }
 
 func TestConvertTables(t *testing.T) {
-	got, announce, err := convertTables(goodTables())
+	got, err := convertTables(goodTables())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -59,8 +59,9 @@ func TestConvertTables(t *testing.T) {
 	if !reflect.DeepEqual(got, want) {
 		t.Errorf("got %+v\nwant %+v", got, want)
 	}
-	if len(announce) != 1 || announce[0] != netip.MustParsePrefix("203.0.113.0/24") {
-		t.Errorf("announce %v", announce)
+	announce, err := convertAnnounce(goodTables().Announce)
+	if err != nil || len(announce) != 1 || announce[0] != netip.MustParsePrefix("203.0.113.0/24") {
+		t.Errorf("announce %v, %v", announce, err)
 	}
 	e := goodTables().Endpoints[0]
 	if previous, generation := bucketHistory(e, 1); previous != "10.1.3.11:8080" || generation != 6 {

@@ -70,6 +70,7 @@ type mux struct {
 	drain     bool                                   // guarded by mu: the manager says so
 	stopping  bool                                   // guarded by mu: the process is about to stop
 	announce  []netip.Prefix                         // guarded by mu: the manager's
+	announced []string                               // guarded by mu: announce as it came
 }
 
 // Run runs a mux until ctx ends, then withdraws its routes, drains and stops.
@@ -122,7 +123,11 @@ func Run(ctx context.Context, c Config) error {
 
 // ApplySnapshot implements nodelink.Handler.
 func (m *mux) ApplySnapshot(_ context.Context, t *quartetv1.MuxTables, from nodelink.Source) error {
-	tables, announce, err := convertTables(t)
+	tables, err := convertTables(t)
+	if err != nil {
+		return err
+	}
+	announce, err := m.convertAnnounce(t.Announce)
 	if err != nil {
 		return err
 	}
@@ -141,13 +146,18 @@ func (m *mux) ApplySnapshot(_ context.Context, t *quartetv1.MuxTables, from node
 		m.complete = true
 		m.config.Ready.Met(ReadyTables)
 	}
+	m.announced = t.Announce
 	m.setRoutes(announce, t.Drain)
 	return nil
 }
 
 // ApplyDelta implements nodelink.Handler.
 func (m *mux) ApplyDelta(_ context.Context, d *quartetv1.MuxDelta) error {
-	delta, announce, err := convertDelta(d)
+	delta, err := convertDelta(d)
+	if err != nil {
+		return err
+	}
+	announce, err := m.convertAnnounce(d.Announce)
 	if err != nil {
 		return err
 	}
@@ -162,8 +172,20 @@ func (m *mux) ApplyDelta(_ context.Context, d *quartetv1.MuxDelta) error {
 	for i, e := range delta.PutEndpoints {
 		m.endpoints[e.Endpoint] = d.PutEndpoints[i]
 	}
+	m.announced = d.Announce
 	m.setRoutes(announce, d.Drain)
 	return nil
+}
+
+// convertAnnounce reads what to announce. Each delta has all of it, most often
+// as it was.
+func (m *mux) convertAnnounce(in []string) ([]netip.Prefix, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if slices.Equal(in, m.announced) {
+		return m.announce, nil
+	}
+	return convertAnnounce(in)
 }
 
 // setRoutes tells the announcer what to announce. The caller has mu.
