@@ -19,6 +19,8 @@ type Command struct {
 	Env   []string // added to the caller's own
 	Dir   string
 	Stdin string
+	// Nice is the process's scheduling priority, -20 (first) to 19.
+	Nice int
 }
 
 func (c Command) exec() *exec.Cmd {
@@ -71,6 +73,11 @@ func (n *Node) Spawn(c Command, log string) (Process, error) {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if err := n.StartIn(cmd); err != nil {
 		return Process{}, fmt.Errorf("start %s: %w", c.Args[0], err)
+	}
+	if c.Nice != 0 {
+		if err := syscall.Setpriority(syscall.PRIO_PROCESS, cmd.Process.Pid, c.Nice); err != nil && !errors.Is(err, syscall.ESRCH) {
+			return Process{}, fmt.Errorf("start %s: set its priority: %w", c.Args[0], err)
+		}
 	}
 	// Reaped here while the caller lives, else by init.
 	go func() { _ = cmd.Wait() }()
