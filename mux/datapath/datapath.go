@@ -31,6 +31,9 @@ import (
 	"github.com/quartet-lb/quartet/lb"
 )
 
+// besideSuffix marks the maps of a layout that has not taken over yet.
+const besideSuffix = ".beside"
+
 // layoutVersion changes with the meaning of any pinned map's contents.
 const layoutVersion = 1
 
@@ -192,8 +195,18 @@ func (d *Datapath) open() error {
 	if d.eventNames, err = enumNames(spec, "event", "EVENT_"); err != nil {
 		return err
 	}
+	links, err := filepath.Glob(filepath.Join(d.linkDir(), "*"))
+	if err != nil {
+		return err
+	}
 	d.dir = filepath.Join(d.config.PinDir, d.layout())
-	adopting := exists(d.dir)
+	if !exists(d.dir) && len(links) > 0 {
+		d.pending = true
+		d.dir += besideSuffix
+		if err := os.RemoveAll(d.dir); err != nil {
+			return err
+		}
+	}
 	if err := d.load(); err != nil {
 		return err
 	}
@@ -207,12 +220,7 @@ func (d *Datapath) open() error {
 	if d.hops, err = watchNextHops(d); err != nil {
 		return err
 	}
-	links, err := filepath.Glob(filepath.Join(d.linkDir(), "*"))
-	if err != nil {
-		return err
-	}
-	if !adopting && len(links) > 0 {
-		d.pending = true
+	if d.pending {
 		return nil
 	}
 	return d.attach()
@@ -237,7 +245,7 @@ func (d *Datapath) resize() {
 // flows on average or fewer: beyond that, lines overflow (package test
 // TestFlowTableOverflow has the numbers).
 func (d *Datapath) flowLineCount() uint32 {
-	lines := uint32(2)
+	lines := uint32(256)
 	for int(lines)*4 < d.config.Flows {
 		lines *= 2
 	}
@@ -483,7 +491,11 @@ func (d *Datapath) attachPending() error {
 	if err := d.attach(); err != nil {
 		return err
 	}
-	d.pending = false
+	final := strings.TrimSuffix(d.dir, besideSuffix)
+	if err := os.Rename(d.dir, final); err != nil {
+		return err
+	}
+	d.dir, d.pending = final, false
 	return nil
 }
 

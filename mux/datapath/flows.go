@@ -45,7 +45,7 @@ func Monotonic() time.Duration {
 // ahead of Monotonic. The one is counted by the other, so it stays so.
 func (d *Datapath) readOffset(clock *ebpf.Program) error {
 	buf := make([]byte, unsafe.Sizeof(muxClock{}))
-	if _, err := clock.Run(&ebpf.RunOptions{Context: buf}); err != nil {
+	if _, err := clock.Run(&ebpf.RunOptions{Context: buf, ContextOut: buf}); err != nil {
 		return fmt.Errorf("read clock: %w", err)
 	}
 	d.clockOffset = time.Duration(binary.NativeEndian.Uint64(buf)) - Monotonic()

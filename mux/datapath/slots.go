@@ -3,7 +3,6 @@ package datapath
 import (
 	"encoding/binary"
 	"fmt"
-	"math/bits"
 	"net/netip"
 	"unsafe"
 
@@ -54,7 +53,11 @@ type slotTable struct {
 }
 
 func newSlotTable(what string, max int, perLine, probe uint32) slotTable {
-	lines := uint32(1) << bits.Len32(uint32(max)*4/perLine)
+	// Of few lines the verifier would follow each apart.
+	lines := uint32(256)
+	for int(lines*perLine) < max*4 {
+		lines *= 2
+	}
 	return slotTable{
 		what: what, max: max, perLine: perLine, probe: probe, mask: lines - 1,
 		state: make([]slotState, lines*perLine),
