@@ -36,6 +36,8 @@ enum exit {
 	EXIT_IN_DELIVERED,
 	EXIT_IN_DELIVERED_FRAGMENT,   /* later fragment, as its first one was */
 	EXIT_IN_DELIVERED_ICMP_ERROR, /* about one of our replies */
+	/* Answered, by the uplink that it came by. */
+	EXIT_IN_PROBE_ANSWERED, /* a mux's, through one of our tunnels */
 	/* Dropped. */
 	EXIT_IN_OUTER_FRAGMENT,	  /* the tunnel's own packet was fragmented */
 	EXIT_IN_TUNNEL_INVALID,	  /* GUE or VXLAN header that WIRE.md does not allow */
@@ -44,7 +46,7 @@ enum exit {
 	EXIT_IN_NESTED,		  /* a tunnel within the tunnel */
 	EXIT_IN_PROTOCOL,	  /* inner packet is not TCP, UDP or ICMP */
 	EXIT_IN_NO_RULE,	  /* no endpoint here has this VIP, protocol and port */
-	EXIT_IN_ICMP_UNSUPPORTED, /* ICMP, but no error that quotes one of our replies */
+	EXIT_IN_ICMP_UNSUPPORTED, /* ICMP, but neither probe nor error about one of our replies */
 	EXIT_IN_FRAGMENT_UNKNOWN, /* later fragment whose first one was not seen */
 	EXIT_IN_FLOW_CONFLICT,	  /* mid-connection, but DIP and client are bound by another VIP */
 	EXIT_IN_ECN,	/* congestion marked, and the inner packet can't say so (RFC 6040) */
@@ -343,8 +345,9 @@ __noinline int refuse(const struct packet *outer, enum exit why)
 }
 
 /* Finds the inner packet: leaves the cursor at it, its EtherType in *proto, and returns
- * EXIT_IN_DELIVERED. */
-INLINE enum exit open_tunnel(struct cursor *c, struct packet *outer, __be16 *proto)
+ * EXIT_IN_DELIVERED. frame is the frame's length in bytes, which is more than the cursor's where
+ * the driver split it. */
+INLINE enum exit open_tunnel(struct cursor *c, struct packet *outer, __be16 *proto, __u32 frame)
 {
 	if (parse_ethernet(c, outer) != PARSED_OK)
 		return EXIT_IN_NOT_TUNNEL;
@@ -356,11 +359,14 @@ INLINE enum exit open_tunnel(struct cursor *c, struct packet *outer, __be16 *pro
 			return EXIT_IN_NOT_TUNNEL;
 	}
 
+	__u32 outer_end = (__u32)outer->l3_offset + outer->l3_length;
 	int fragment = outer->flags & (PACKET_FIRST_FRAGMENT | PACKET_LATER_FRAGMENT);
 	if (outer->l4_proto == IPPROTO_IPIP || outer->l4_proto == IPPROTO_IPV6) {
 		*proto =
 		    outer->l4_proto == IPPROTO_IPIP ? bpf_htons(ETH_P_IP) : bpf_htons(ETH_P_IPV6);
-		return fragment ? EXIT_IN_OUTER_FRAGMENT : EXIT_IN_DELIVERED;
+		if (fragment)
+			return EXIT_IN_OUTER_FRAGMENT;
+		return outer_end > frame ? EXIT_IN_TRUNCATED : EXIT_IN_DELIVERED;
 	}
 	if (outer->l4_proto != IPPROTO_UDP || outer->flags & PACKET_LATER_FRAGMENT ||
 	    parse_udp(c, outer) != PARSED_OK)
@@ -369,7 +375,16 @@ INLINE enum exit open_tunnel(struct cursor *c, struct packet *outer, __be16 *pro
 		return EXIT_IN_NOT_TUNNEL;
 	if (fragment)
 		return EXIT_IN_OUTER_FRAGMENT;
+	if (outer_end > frame)
+		return EXIT_IN_TRUNCATED;
 
+	/* What UDP carries is what counts, from here on. */
+	__u32 length = bpf_ntohs(((struct udphdr *)c->pos)->len);
+	if (length < sizeof(struct udphdr))
+		return EXIT_IN_TUNNEL_INVALID;
+	if (!holds_l4(outer, length))
+		return EXIT_IN_TRUNCATED;
+	outer->l3_length = outer->l4_offset - outer->l3_offset + length;
 	c->pos += sizeof(struct udphdr);
 	if (outer->dst_port == bpf_htons(VXLAN_PORT)) {
 		struct vxlan_ethernet *v = c->pos;
@@ -416,6 +431,18 @@ INLINE enum parsed parse_ip(struct cursor *c, struct packet *p)
 	return p->l3_proto == bpf_htons(ETH_P_IP) ? parse_ipv4(c, p) : parse_ipv6(c, p);
 }
 
+/* A mux's probe is an echo request from itself to the tunnel's end. Others' echo requests would
+ * have us answer whom they please. */
+INLINE int is_probe(const struct inbound *in)
+{
+	const struct packet *p = &in->inner;
+	__u8 request = p->flags & PACKET_VERSION6 ? ICMPV6_ECHO_REQUEST : ICMP_ECHO;
+
+	return p->icmp_type == request && !p->icmp_code && !(p->flags & PACKET_FIRST_FRAGMENT) &&
+	       !((p->flags ^ in->outer.flags) & PACKET_VERSION6) &&
+	       same_address(p->src, in->outer.src) && same_address(p->dst, in->outer.dst);
+}
+
 /* Reads the packet that an inbound ICMP error quotes: one of our replies. */
 INLINE enum exit parse_quote(struct cursor *c, struct inbound *in)
 {
@@ -424,6 +451,8 @@ INLINE enum exit parse_quote(struct cursor *c, struct inbound *in)
 
 	if (parse_icmp(c, &in->inner) != PARSED_OK)
 		return EXIT_IN_TRUNCATED;
+	if (is_probe(in))
+		return EXIT_IN_PROBE_ANSWERED;
 	if (!icmp_error(&in->inner) || in->inner.flags & PACKET_FIRST_FRAGMENT)
 		return EXIT_IN_ICMP_UNSUPPORTED;
 	if (parse_ip(c, &quoted) != PARSED_OK || quoted.flags & PACKET_LATER_FRAGMENT ||
@@ -442,9 +471,8 @@ INLINE enum exit parse_quote(struct cursor *c, struct inbound *in)
 	return EXIT_IN_DELIVERED_ICMP_ERROR;
 }
 
-/* Describes the inner packet. frame is the frame's length in bytes, which may be more than the
- * cursor's where the driver split it. */
-INLINE enum exit parse_inner(struct cursor *c, struct inbound *in, __u32 frame)
+/* Describes the inner packet. */
+INLINE enum exit parse_inner(struct cursor *c, struct inbound *in)
 {
 	struct packet *p = &in->inner;
 	__u32 outer_end = (__u32)in->outer.l3_offset + in->outer.l3_length;
@@ -453,7 +481,7 @@ INLINE enum exit parse_inner(struct cursor *c, struct inbound *in, __u32 frame)
 	if (parsed != PARSED_OK)
 		return exit_of(parsed);
 	__u32 end = (__u32)p->l3_offset + p->l3_length;
-	if (end > outer_end || end > frame)
+	if (end > outer_end)
 		return EXIT_IN_TRUNCATED;
 	if (p->l4_proto == IPPROTO_IPIP || p->l4_proto == IPPROTO_IPV6)
 		return EXIT_IN_NESTED;
@@ -782,6 +810,50 @@ INLINE int close_tunnel(struct xdp_md *ctx, const struct inbound *in)
 	return 0;
 }
 
+/* Turns a mux's probe into its answer, from the tunnel's end to the mux. */
+__noinline int answer_probe(struct xdp_md *ctx, const struct inbound *in)
+{
+	if (!in)
+		return EXIT_IN_FAILED;
+	const struct packet *p = &in->inner;
+	int version6 = p->flags & PACKET_VERSION6;
+	__be16 from = bpf_htons((version6 ? ICMPV6_ECHO_REQUEST : ICMP_ECHO) << 8);
+	__be16 to = bpf_htons((version6 ? ICMPV6_ECHO_REPLY : ICMP_ECHOREPLY) << 8);
+
+	struct icmphdr *icmp = at(ctx, p->l4_offset, sizeof(*icmp));
+	if (!icmp)
+		return EXIT_IN_FAILED;
+	*(__be16 *)icmp = to;
+	apply_change(&icmp->checksum, change16(0, from, to));
+	if (version6) {
+		struct ipv6hdr *ip = at(ctx, p->l3_offset, sizeof(*ip));
+		if (!ip)
+			return EXIT_IN_FAILED;
+		__builtin_memcpy(&ip->saddr, p->dst, 16);
+		__builtin_memcpy(&ip->daddr, p->src, 16);
+		ip->hop_limit = OUTER_TTL;
+	} else {
+		struct iphdr *ip = at(ctx, p->l3_offset, sizeof(*ip));
+		if (!ip)
+			return EXIT_IN_FAILED;
+		ip->saddr = p->dst[0];
+		ip->daddr = p->src[0];
+		apply_change(&ip->check,
+			     change16(0, bpf_htons(ip->ttl << 8), bpf_htons(OUTER_TTL << 8)));
+		ip->ttl = OUTER_TTL;
+	}
+	if (close_tunnel(ctx, in))
+		return EXIT_IN_FAILED;
+	struct ethhdr *eth = at(ctx, 0, sizeof(*eth));
+	if (!eth)
+		return EXIT_IN_FAILED;
+	__u8 neighbour[ETH_ALEN];
+	__builtin_memcpy(neighbour, eth->h_source, ETH_ALEN);
+	__builtin_memcpy(eth->h_source, eth->h_dest, ETH_ALEN);
+	__builtin_memcpy(eth->h_dest, neighbour, ETH_ALEN);
+	return EXIT_IN_PROBE_ANSWERED;
+}
+
 /* Reads the packet to its inmost header that matters. */
 __noinline int read_in(struct xdp_md *ctx, struct inbound *in)
 {
@@ -789,10 +861,11 @@ __noinline int read_in(struct xdp_md *ctx, struct inbound *in)
 		return EXIT_IN_FAILED;
 	struct cursor c = cursor_xdp(ctx);
 
-	enum exit exit = open_tunnel(&c, &in->outer, &in->inner.l3_proto);
+	enum exit exit =
+	    open_tunnel(&c, &in->outer, &in->inner.l3_proto, bpf_xdp_get_buff_len(ctx));
 	if (exit != EXIT_IN_DELIVERED)
 		return exit;
-	return parse_inner(&c, in, bpf_xdp_get_buff_len(ctx));
+	return parse_inner(&c, in);
 }
 
 INLINE enum exit take_in(struct xdp_md *ctx)
@@ -831,7 +904,8 @@ INLINE enum exit take_in(struct xdp_md *ctx)
 		if (exit == EXIT_IN_DELIVERED ? write_inner_l4(ctx, &in) : write_quote(ctx, &in))
 			return EXIT_IN_FAILED;
 	} else {
-		return refuse(&in.outer, exit);
+		exit = refuse(&in.outer, exit);
+		return exit == EXIT_IN_PROBE_ANSWERED ? answer_probe(ctx, &in) : exit;
 	}
 
 	if (write_inner_ip(ctx, &in, ecn) || close_tunnel(ctx, &in))
@@ -846,6 +920,8 @@ int inbound(struct xdp_md *ctx)
 	enum exit exit = take_in(ctx);
 
 	count_exit(exit);
+	if (exit == EXIT_IN_PROBE_ANSWERED)
+		return XDP_TX;
 	return exit <= EXIT_IN_DELIVERED_ICMP_ERROR ? XDP_PASS : XDP_DROP;
 }
 

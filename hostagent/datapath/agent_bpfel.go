@@ -42,24 +42,25 @@ const (
 	agentExitEXIT_IN_DELIVERED            agentExit = 2
 	agentExitEXIT_IN_DELIVERED_FRAGMENT   agentExit = 3
 	agentExitEXIT_IN_DELIVERED_ICMP_ERROR agentExit = 4
-	agentExitEXIT_IN_OUTER_FRAGMENT       agentExit = 5
-	agentExitEXIT_IN_TUNNEL_INVALID       agentExit = 6
-	agentExitEXIT_IN_TRUNCATED            agentExit = 7
-	agentExitEXIT_IN_INVALID              agentExit = 8
-	agentExitEXIT_IN_NESTED               agentExit = 9
-	agentExitEXIT_IN_PROTOCOL             agentExit = 10
-	agentExitEXIT_IN_NO_RULE              agentExit = 11
-	agentExitEXIT_IN_ICMP_UNSUPPORTED     agentExit = 12
-	agentExitEXIT_IN_FRAGMENT_UNKNOWN     agentExit = 13
-	agentExitEXIT_IN_FLOW_CONFLICT        agentExit = 14
-	agentExitEXIT_IN_ECN                  agentExit = 15
-	agentExitEXIT_IN_FAILED               agentExit = 16
-	agentExitEXIT_OUT_NOT_OURS            agentExit = 17
-	agentExitEXIT_OUT_TRANSLATED          agentExit = 18
-	agentExitEXIT_OUT_FRAGMENT            agentExit = 19
-	agentExitEXIT_OUT_ICMP_ERROR          agentExit = 20
-	agentExitEXIT_OUT_FAILED              agentExit = 21
-	agentExitEXIT_COUNT                   agentExit = 22
+	agentExitEXIT_IN_PROBE_ANSWERED       agentExit = 5
+	agentExitEXIT_IN_OUTER_FRAGMENT       agentExit = 6
+	agentExitEXIT_IN_TUNNEL_INVALID       agentExit = 7
+	agentExitEXIT_IN_TRUNCATED            agentExit = 8
+	agentExitEXIT_IN_INVALID              agentExit = 9
+	agentExitEXIT_IN_NESTED               agentExit = 10
+	agentExitEXIT_IN_PROTOCOL             agentExit = 11
+	agentExitEXIT_IN_NO_RULE              agentExit = 12
+	agentExitEXIT_IN_ICMP_UNSUPPORTED     agentExit = 13
+	agentExitEXIT_IN_FRAGMENT_UNKNOWN     agentExit = 14
+	agentExitEXIT_IN_FLOW_CONFLICT        agentExit = 15
+	agentExitEXIT_IN_ECN                  agentExit = 16
+	agentExitEXIT_IN_FAILED               agentExit = 17
+	agentExitEXIT_OUT_NOT_OURS            agentExit = 18
+	agentExitEXIT_OUT_TRANSLATED          agentExit = 19
+	agentExitEXIT_OUT_FRAGMENT            agentExit = 20
+	agentExitEXIT_OUT_ICMP_ERROR          agentExit = 21
+	agentExitEXIT_OUT_FAILED              agentExit = 22
+	agentExitEXIT_COUNT                   agentExit = 23
 )
 
 type agentFlow struct {

@@ -260,6 +260,33 @@ func exitOf(p parsed) string {
 	return "in_invalid"
 }
 
+// isProbe says whether it is a whole echo request.
+func (h *header) isProbe(b []byte) bool {
+	return (h.six && h.icmp == 128 || !h.six && h.icmp == 8) && b[h.l4+1] == 0 && !h.first
+}
+
+// probeAnswer is the echo reply, on its way back to the neighbour that sent the
+// tunnelled request.
+func (h *header) probeAnswer(b []byte, vlans int, etherType uint16) []byte {
+	reply := append([]byte{}, b[h.l3:]...)
+	l4 := h.l4 - h.l3
+	request, answer := uint16(h.icmp)<<8, uint16(0)
+	if h.six {
+		answer = 129 << 8
+		copy(reply[8:], append(h.dst.AsSlice(), h.src.AsSlice()...))
+		reply[7] = 64
+	} else {
+		copy(reply[12:], append(h.dst.AsSlice(), h.src.AsSlice()...))
+		replace(reply, 10, false, []uint16{uint16(reply[8]) << 8}, []uint16{64 << 8})
+		reply[8] = 64
+	}
+	reply[l4] = byte(answer >> 8)
+	replace(reply, l4+2, false, []uint16{request}, []uint16{answer})
+	head := append(append([]byte{}, b[6:12]...), b[:6]...)
+	head = append(head, b[12:12+4*vlans]...)
+	return append(be.AppendUint16(head, etherType), reply...)
+}
+
 // inbound is what the programs should do with a frame: the way out, and the
 // bytes after it.
 func (m *model) inbound(b []byte) (string, []byte) {
@@ -281,6 +308,9 @@ func (m *model) inbound(b []byte) (string, []byte) {
 		if outer.first || outer.later {
 			return refuse("in_outer_fragment")
 		}
+		if outer.end() > len(b) {
+			return refuse("in_truncated")
+		}
 		inner.l3 = outer.l4
 		etherType = map[uint8]uint16{4: 0x0800, 41: 0x86dd}[outer.proto]
 	case 17:
@@ -290,6 +320,17 @@ func (m *model) inbound(b []byte) (string, []byte) {
 		if outer.first {
 			return refuse("in_outer_fragment")
 		}
+		length := int(be.Uint16(b[outer.l4+4:]))
+		if outer.end() > len(b) {
+			return refuse("in_truncated")
+		}
+		if length < 8 {
+			return refuse("in_tunnel_invalid")
+		}
+		if outer.l4+length > outer.end() {
+			return refuse("in_truncated")
+		}
+		outer.length = outer.l4 + length - outer.l3
 		at := outer.l4 + 8
 		if outer.dstPort == 4789 {
 			if len(b) < at+22 {
@@ -325,7 +366,7 @@ func (m *model) inbound(b []byte) (string, []byte) {
 	if p := inner.ip(b, etherType); p != ok {
 		return refuse(exitOf(p))
 	}
-	if inner.end() > outer.end() || inner.end() > len(b) {
+	if inner.end() > outer.end() {
 		return refuse("in_truncated")
 	}
 	if inner.proto == 4 || inner.proto == 41 {
@@ -357,6 +398,12 @@ func (m *model) inbound(b []byte) (string, []byte) {
 			q, p := inner.quote(b)
 			if p == truncated {
 				return refuse("in_truncated")
+			}
+			if inner.isProbe(b) && inner.src == outer.src && vip == outer.dst {
+				if !m.ours(vip) {
+					return "in_not_ours", b
+				}
+				return "in_probe_answered", inner.probeAnswer(b, outer.vlans, etherType)
 			}
 			if p != ok || q.src != vip {
 				return refuse("in_icmp_unsupported")
