@@ -257,42 +257,55 @@ type batch struct {
 	waits bool // somebody waits for the rollout
 }
 
-// Run makes changes until ctx ends or the store fails, which is the error.
+// Run makes changes until ctx ends or the store fails, which is the error. Each
+// round takes the reports that wait and then the operators' changes, so that
+// neither starves the other.
 func (m *Manager) Run(ctx context.Context) error {
 	ticker := time.NewTicker(tick)
 	defer ticker.Stop()
 	m.lastTick = time.Now()
 	for {
-		var first *request
-		queue := m.reports
-		select { // reports first
-		case first = <-m.reports:
-		default:
+		reports, changes := waiting(m.reports, nil), waiting(m.changes, nil)
+		if len(reports)+len(changes) == 0 {
 			select {
-			case first = <-m.reports:
-			case first = <-m.changes:
-				queue = m.changes
-			case now := <-ticker.C:
-				m.timers(now)
-				continue
+			case r := <-m.reports:
+				reports = waiting(m.reports, r)
+			case r := <-m.changes:
+				changes = waiting(m.changes, r)
+			case <-ticker.C:
 			case <-m.store.Failed():
-				return fmt.Errorf("keep state: %w", m.store.Err())
 			case <-ctx.Done():
-				return nil
 			}
 		}
-		all := []*request{first}
-		for len(all) < maxBatch {
-			select {
-			case r := <-queue:
-				all = append(all, r)
-				continue
-			default:
-			}
-			break
+		switch {
+		case m.store.Err() != nil:
+			return fmt.Errorf("keep state: %w", m.store.Err())
+		case ctx.Err() != nil:
+			return nil
 		}
-		m.run(all)
+		m.run(reports)
+		m.run(changes)
+		if now := time.Now(); now.Sub(m.lastTick) >= tick {
+			m.timers(now)
+		}
 	}
+}
+
+// waiting takes what waits in a queue, after first if that is not nil.
+func waiting(queue chan *request, first *request) []*request {
+	var all []*request
+	if first != nil {
+		all = append(all, first)
+	}
+	for len(all) < maxBatch {
+		select {
+		case r := <-queue:
+			all = append(all, r)
+		default:
+			return all
+		}
+	}
+	return all
 }
 
 // do sends a request through Run and waits for its outcome.
@@ -314,6 +327,9 @@ func (m *Manager) do(ctx context.Context, queue chan *request, r *request) (outc
 // run makes one transaction of the requests; of those that do not fit into one,
 // one each.
 func (m *Manager) run(all []*request) {
+	if len(all) == 0 {
+		return
+	}
 	b := &batch{m: m, now: time.Now(), vips: map[string]bool{}, dips: map[dipKey]*quartetv1.DipState{}, muxes: map[string]bool{}}
 	var staged []*request
 	for _, r := range all {
