@@ -119,6 +119,15 @@ func (r *runner) observe(name string, args []string) (value, error) {
 			}
 		}
 		return value{}, fmt.Errorf("there is no Vip %q", args[0])
+	case "healthy":
+		a, err := r.lab.list(r.ctx, "Dip")
+		total := 0.0
+		for _, d := range a.GetDips() {
+			if d.GetVip() == args[0] {
+				total += truth(d.GetState() == "healthy" && d.GetBuckets() > 0)
+			}
+		}
+		return number(total, err)
 	case "flows":
 		n, err := r.node(args[0])
 		if err != nil {

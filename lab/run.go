@@ -211,7 +211,7 @@ func (r *runner) step(s scenario.Step) error {
 	}
 	switch s.Verb {
 	case "say":
-		fmt.Fprintf(r.Out, "\n%s\n", strings.ReplaceAll(args[0], `\n`, "\n"))
+		fmt.Fprintf(r.Out, "\n%s\n", wrap(strings.ReplaceAll(args[0], `\n`, "\n"), 100))
 		return nil
 	case "draw":
 		fmt.Fprintf(r.Out, "\n%s\n", r.script.About)
@@ -310,6 +310,30 @@ func (r *runner) step(s scenario.Step) error {
 		return r.plot(args[0], args[1], strings.Join(args[2:], " "))
 	}
 	return fmt.Errorf("%s has no meaning yet", s.Verb)
+}
+
+// wrap breaks lines between words; lines that are indented stay as they are.
+func wrap(text string, width int) string {
+	var out []string
+	for _, line := range strings.Split(text, "\n") {
+		if strings.HasPrefix(line, " ") {
+			out = append(out, line)
+			continue
+		}
+		current := ""
+		for _, word := range strings.Fields(line) {
+			if current != "" && len(current)+1+len(word) > width {
+				out = append(out, current)
+				current = ""
+			}
+			if current != "" {
+				current += " "
+			}
+			current += word
+		}
+		out = append(out, current)
+	}
+	return strings.Join(out, "\n")
 }
 
 // later remembers how to put something back; the first way counts.

@@ -135,6 +135,7 @@ var Observations = map[string]int{
 	"forwarded":  1, // packets that a mux encapsulated
 	"exit":       2, // packets that left a mux or host agent by a named exit
 	"current":    1, // 1 if all muxes run a VIP's last generation
+	"healthy":    1, // healthy DIPs of a VIP
 	"flows":      1, // flows that the muxes began to a DIP
 	"servers":    1, // different servers that answered a load
 	"share":      2, // of a load's connections that a mux or server got: share(LOAD,NODE)
