@@ -152,9 +152,12 @@ var vips = map[string]string{
 
 func TestEndToEnd(t *testing.T) {
 	l, d := ready(t, Config{})
-	for format, encap := range tunnelFormats {
+	for format, encapsulate := range map[string]tunnelFormat{
+		"ipip": muxFormat(lb.EncapIPIP), "gue": muxFormat(lb.EncapGUE),
+		"gue0": builtFormat("gue0"), "vxlan": builtFormat("vxlan"),
+	} {
 		for _, outer6 := range []bool{false, true} {
-			l.setTunnel(encap, outer6)
+			l.setTunnel(encapsulate, outer6)
 			for name, vip := range vips {
 				t.Run(fmt.Sprintf("%s outer6=%t %s", format, outer6, name), func(t *testing.T) {
 					before := exits(t, d)
@@ -304,16 +307,16 @@ func TestMSSClamp(t *testing.T) {
 	l, d := ready(t, Config{})
 	for _, c := range []struct {
 		mss    uint16
-		format func(src, dst netip.Addr, inner []byte) ip
+		format tunnelFormat
 		outer6 bool
 		want   map[string]int // by VIP
 	}{
-		{0, ipip, false, map[string]int{hostVIP4: 1440, vmVIP4: 1440, hostVIP6: 1420, vmVIP6: 1420}},
-		{0, ipip, true, map[string]int{hostVIP4: 1420, hostVIP6: 1400}},
-		{0, gue1, false, map[string]int{hostVIP4: 1432}},
-		{0, vxlan, false, map[string]int{hostVIP4: 1410}},
-		{1000, ipip, false, map[string]int{hostVIP4: 1000, hostVIP6: 1000}},
-		{1455, ipip, false, map[string]int{hostVIP4: 1455, hostVIP6: 1440}}, // lowering only
+		{0, muxFormat(lb.EncapIPIP), false, map[string]int{hostVIP4: 1440, vmVIP4: 1440, hostVIP6: 1420, vmVIP6: 1420}},
+		{0, muxFormat(lb.EncapIPIP), true, map[string]int{hostVIP4: 1420, hostVIP6: 1400}},
+		{0, muxFormat(lb.EncapGUE), false, map[string]int{hostVIP4: 1432}},
+		{0, builtFormat("vxlan"), false, map[string]int{hostVIP4: 1410}},
+		{1000, muxFormat(lb.EncapIPIP), false, map[string]int{hostVIP4: 1000, hostVIP6: 1000}},
+		{1455, muxFormat(lb.EncapIPIP), false, map[string]int{hostVIP4: 1455, hostVIP6: 1440}}, // lowering only
 	} {
 		if d.config.MSS != c.mss {
 			if err := d.Close(); err != nil {

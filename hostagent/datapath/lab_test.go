@@ -17,6 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/quartet-lb/quartet/encap"
 	"github.com/quartet-lb/quartet/lb"
 )
 
@@ -28,12 +29,31 @@ import (
 //	          encapsulates it and hands it back to the router
 type testLab struct {
 	prefix string
-	tunnel atomic.Pointer[func(src, dst netip.Addr, inner []byte) ip]
+	tunnel atomic.Pointer[tunnelFormat]
 	outer6 atomic.Bool
 	// What the test's mux encapsulated.
 	packets, bytes atomic.Uint64
 	routes         map[netip.Addr]muxRoute
 	agent          *Datapath // that is to be detached in the end
+}
+
+// tunnelFormat puts a packet into a tunnel.
+type tunnelFormat func(src, dst netip.Addr, inner []byte) []byte
+
+// muxFormat is what muxes send.
+func muxFormat(e lb.Encapsulation) tunnelFormat {
+	return func(src, dst netip.Addr, inner []byte) []byte {
+		b, err := encap.Encapsulate(lb.Tunnel{Dst: dst, Encap: e}, src, 0x123456789abcdef0, inner)
+		if err != nil {
+			return nil // a neighbour discovery packet, or one whose TTL ends
+		}
+		return b
+	}
+}
+
+// builtFormat is a format of the tests' builders.
+func builtFormat(name string) tunnelFormat {
+	return func(src, dst netip.Addr, inner []byte) []byte { return tunnelFormats[name](src, dst, inner).bytes() }
 }
 
 // muxRoute is where the test's mux sends a VIP's packets.
@@ -62,7 +82,7 @@ func newLab(t *testing.T) *testLab {
 			addr(vmVIP6):   {addr(vmDIP4), addr(vmDIP6)},
 		},
 	}
-	l.setTunnel(ipip, false)
+	l.setTunnel(muxFormat(lb.EncapIPIP), false)
 	names := []string{"client", "router", "host", "vm"}
 	t.Cleanup(func() {
 		for _, n := range names {
@@ -112,6 +132,9 @@ func newLab(t *testing.T) *testLab {
 		"vm: route add default via 10.1.4.1", "vm: route add default via fd00:4::1",
 	} {
 		ns, args, _ := strings.Cut(c, ": ")
+		if strings.HasPrefix(args, "addr add fd") || strings.HasPrefix(args, "addr add 2001") {
+			args += " nodad" // which also makes it usable at once
+		}
 		l.ip(t, ns, args)
 	}
 	return l
@@ -157,7 +180,7 @@ func (l *testLab) inside(ns string, f func() error) error {
 	return <-done
 }
 
-func (l *testLab) setTunnel(format func(src, dst netip.Addr, inner []byte) ip, outer6 bool) {
+func (l *testLab) setTunnel(format tunnelFormat, outer6 bool) {
 	l.tunnel.Store(&format)
 	l.outer6.Store(outer6)
 }
@@ -229,7 +252,7 @@ func (l *testLab) encapsulate(inner []byte) []byte {
 	if l.outer6.Load() {
 		src, dst = addr("fd00::1"), r.tunnel6
 	}
-	return format(src, dst, inner).bytes()
+	return format(src, dst, inner)
 }
 
 // rules are TCP and UDP port 80 of each VIP to port 8080 of its DIP, in tunnels
