@@ -31,8 +31,9 @@ import (
 	"github.com/quartet-lb/quartet/lb"
 )
 
-// besideSuffix marks the maps of a layout that has not taken over yet.
-const besideSuffix = ".beside"
+// besideSuffix marks the maps of a layout that has not taken over yet (no dot
+// is allowed there).
+const besideSuffix = "-beside"
 
 // layoutVersion changes with the meaning of any pinned map's contents.
 const layoutVersion = 1
@@ -597,12 +598,19 @@ func unpinLink(pin string) error {
 // mountBPF makes sure that dir can hold pins.
 func mountBPF(dir string) error {
 	const bpffs = "/sys/fs/bpf"
-	if !strings.HasPrefix(dir, bpffs+"/") {
-		return nil
+	existing := dir
+	for !exists(existing) && existing != "/" {
+		existing = filepath.Dir(existing)
 	}
 	var fs unix.Statfs_t
-	if err := unix.Statfs(bpffs, &fs); err == nil && fs.Type == unix.BPF_FS_MAGIC {
+	if err := unix.Statfs(existing, &fs); err != nil {
+		return fmt.Errorf("pin directory %s: %w", dir, err)
+	}
+	if fs.Type == unix.BPF_FS_MAGIC {
 		return nil
+	}
+	if !strings.HasPrefix(dir, bpffs+"/") {
+		return fmt.Errorf("pin directory %s: not on a BPF filesystem (there is one at %s)", dir, bpffs)
 	}
 	if err := unix.Mount("bpf", bpffs, "bpf", 0, "mode=0700"); err != nil {
 		return fmt.Errorf("mount BPF filesystem on %s: %w", bpffs, err)
