@@ -92,6 +92,7 @@ struct settings {
  * A look-up goes over up to PROBE_LINES lines and ends at the first entry that
  * was never used; an entry that was deleted is DELETED, not zero. */
 #define PROBE_LINES	 8
+#define PROBE_ON	 (~0ULL) /* lines were full, and the key not in them */
 #define PROBE_LINES_VIP6 16
 
 #define VIP_USED    (1 << 0)
@@ -435,60 +436,55 @@ struct vip {
 	__u32 flags; /* 0: not a VIP */
 };
 
-INLINE struct vip find_vip4(__be32 addr)
+/* As one number, for a function checked once. */
+#define PACK_VIP(slot, flags) ((__u64)(flags) << 32 | (slot))
+
+INLINE __u64 probe_vip4(__be32 addr, __u32 from, __u32 to)
 {
-	struct vip vip = {};
 	__u32 first = spread(addr);
-	for (__u32 i = 0; i < PROBE_LINES; i++) {
+	for (__u32 i = from; i < to; i++) {
 		__u32 at = (first + i) & vip4_line_mask;
 		struct vip4_line *line = bpf_map_lookup_elem(&vips4, &at);
 		if (!line)
-			return vip;
+			return 0;
 #pragma unroll
 		for (__u32 j = 0; j < VIPS4_PER_LINE; j++) {
 			__u64 e = READ_ONCE(line->entry[j]);
+			if ((__u32)e == addr && e >> 32 & VIP_USED)
+				return PACK_VIP(at * VIPS4_PER_LINE + j, e >> 32);
 			if (!e)
-				return vip;
-			if ((__u32)e == addr && e >> 32 & VIP_USED) {
-				vip.slot = at * VIPS4_PER_LINE + j;
-				vip.flags = e >> 32;
-				return vip;
-			}
+				return 0;
 		}
 	}
-	return vip;
+	return PROBE_ON;
 }
 
-INLINE struct vip find_vip6(const __be32 addr[4])
+INLINE __u64 probe_vip6(const __be32 addr[4], __u32 from, __u32 to)
 {
-	struct vip vip = {};
 	__u64 high = addr[0] | (__u64)addr[1] << 32, low = addr[2] | (__u64)addr[3] << 32;
 	__u32 first = spread(high ^ low * 0xc2b2ae3d27d4eb4fULL);
-	for (__u32 i = 0; i < PROBE_LINES_VIP6; i++) {
+	for (__u32 i = from; i < to; i++) {
 		__u32 at = (first + i) & vip6_line_mask;
 		struct vip6_line *line = bpf_map_lookup_elem(&vips6, &at);
 		if (!line)
-			return vip;
+			return 0;
 #pragma unroll
 		for (__u32 j = 0; j < VIPS6_PER_LINE; j++) {
 			__u64 flags = READ_ONCE(line->entry[j].flags);
+			if (same_addr(line->entry[j].addr, addr) && flags & VIP_USED)
+				return PACK_VIP(at * VIPS6_PER_LINE + j, flags);
 			if (!flags)
-				return vip;
-			if (same_addr(line->entry[j].addr, addr) && flags & VIP_USED) {
-				vip.slot = at * VIPS6_PER_LINE + j;
-				vip.flags = flags;
-				return vip;
-			}
+				return 0;
 		}
 	}
-	return vip;
+	return PROBE_ON;
 }
 
 /* An endpoint's slot plus 1, or 0. */
-INLINE __u32 find_key(__u64 key)
+INLINE __u64 probe_endpoint(__u64 key, __u32 from, __u32 to)
 {
 	__u32 first = spread(key);
-	for (__u32 i = 0; i < PROBE_LINES; i++) {
+	for (__u32 i = from; i < to; i++) {
 		__u32 at = (first + i) & endpoint_line_mask;
 		struct endpoint_line *line = bpf_map_lookup_elem(&endpoints, &at);
 		if (!line)
@@ -502,7 +498,56 @@ INLINE __u32 find_key(__u64 key)
 				return 0;
 		}
 	}
-	return 0;
+	return PROBE_ON;
+}
+
+CHECKED_ONCE __u64 probe_vip4_on(__be32 addr)
+{
+	return probe_vip4(addr, 1, PROBE_LINES);
+}
+
+CHECKED_ONCE __u64 probe_vip6_on(__u64 high, __u64 low)
+{
+	__be32 addr[4] = {high, high >> 32, low, low >> 32};
+	return probe_vip6(addr, 1, PROBE_LINES_VIP6);
+}
+
+CHECKED_ONCE __u64 probe_endpoint_on(__u64 key)
+{
+	return probe_endpoint(key, 1, PROBE_LINES);
+}
+
+INLINE struct vip find_vip(const struct packet *p)
+{
+	__u64 packed;
+	if (is6(p)) {
+		packed = probe_vip6(p->dst, 0, 1);
+		if (packed == PROBE_ON)
+			packed = probe_vip6_on(p->dst[0] | (__u64)p->dst[1] << 32,
+					       p->dst[2] | (__u64)p->dst[3] << 32);
+	} else {
+		packed = probe_vip4(p->dst[0], 0, 1);
+		if (packed == PROBE_ON)
+			packed = probe_vip4_on(p->dst[0]);
+	}
+	struct vip vip = {.slot = packed, .flags = packed >> 32};
+	if (packed == PROBE_ON)
+		vip.flags = 0;
+	return vip;
+}
+
+INLINE __u32 find_key(__u64 key)
+{
+	__u64 found = probe_endpoint(key, 0, 1);
+	if (found == PROBE_ON)
+		found = probe_endpoint_on(key);
+	return found == PROBE_ON ? 0 : found;
+}
+
+CHECKED_ONCE __u32 find_any_port(__u64 key)
+{
+	__u64 found = probe_endpoint(key, 0, PROBE_LINES);
+	return found == PROBE_ON ? 0 : found;
 }
 
 /* The word of the endpoint whose slot plus 1 is given; 0: it is gone. */
@@ -520,7 +565,7 @@ INLINE __u32 find_endpoint(const struct vip *vip, const struct packet *p)
 	__u32 id = find_key(key | (__u64)p->dst_port << KEY_PORT_SHIFT);
 	if (id || !(vip->flags & (p->l4_proto == IPPROTO_TCP ? VIP_ANY_TCP : VIP_ANY_UDP)))
 		return id;
-	return find_key(key);
+	return find_any_port(key);
 }
 
 INLINE __u64 hash_packet(const struct run *run, const struct packet *p)
@@ -585,22 +630,30 @@ INLINE struct flow_line *flow_line(__u64 hash, __u32 choice)
 	return bpf_map_lookup_elem(&flows, &i);
 }
 
+INLINE __u64 probe_flow(__u64 hash, __u32 choice)
+{
+	__u64 fingerprint = flow_fingerprint(hash);
+	struct flow_line *line = flow_line(hash, choice);
+	if (!line)
+		return 0;
+#pragma unroll
+	for (int i = 0; i < FLOW_LINE_ENTRIES; i++) {
+		__u64 e = READ_ONCE(line->entry[i]);
+		if (!((e ^ fingerprint) & FLOW_FINGERPRINT) && FLOW_DIP(e))
+			return e;
+	}
+	return 0;
+}
+
+CHECKED_ONCE __u64 probe_flow_beside(__u64 hash)
+{
+	return probe_flow(hash, 1);
+}
+
 /* The flow's entry, from its line or the line beside, or 0. */
 INLINE __u64 find_flow(__u64 hash)
 {
-	__u64 fingerprint = flow_fingerprint(hash);
-	for (__u32 choice = 0; choice < 2; choice++) {
-		struct flow_line *line = flow_line(hash, choice);
-		if (!line)
-			return 0;
-#pragma unroll
-		for (int i = 0; i < FLOW_LINE_ENTRIES; i++) {
-			__u64 e = READ_ONCE(line->entry[i]);
-			if (!((e ^ fingerprint) & FLOW_FINGERPRINT) && FLOW_DIP(e))
-				return e;
-		}
-	}
-	return 0;
+	return probe_flow(hash, 0) ?: probe_flow_beside(hash);
 }
 
 /* Note that the flow of entry e lives. A second packet makes it trusted, if
@@ -688,6 +741,14 @@ CHECKED_ONCE int insert_flow(__u64 hash, __u32 dip, __u64 time)
 	return 0;
 }
 
+/* For when the table was swapped, and a DIP of the old one removed, between the
+ * look at the one and at the other. */
+CHECKED_ONCE __u32 bucket_dip_again(__u64 hash, __u32 endpoint)
+{
+	struct run untraced = {};
+	return bucket_dip(&untraced, endpoint_word(endpoint), hash);
+}
+
 struct choice {
 	struct dip *dip;
 	__u32 id;
@@ -732,14 +793,11 @@ INLINE enum exit choose_dip(struct run *run, const struct packet *p, __u32 endpo
 			count_event(run->stats, EVENT_FLOW_STALE);
 		}
 	}
-	/* Twice, because the table may be swapped and a DIP of the old one
-	 * removed between the look at the one and at the other. */
-	for (int i = 0; i < 2; i++) {
-		choice->id = bucket_dip(run, word, hash);
+	choice->id = bucket_dip(run, word, hash);
+	choice->dip = find_dip(choice->id, endpoint);
+	if (!choice->dip) {
+		choice->id = bucket_dip_again(hash, endpoint);
 		choice->dip = find_dip(choice->id, endpoint);
-		if (choice->dip)
-			break;
-		word = endpoint_word(endpoint);
 	}
 	if (!choice->dip)
 		return EXIT_NO_DIP;
@@ -1083,7 +1141,7 @@ INLINE enum exit run_packet(struct run *run)
 		return parsed == PARSED_NOT_IP	    ? EXIT_NOT_IP
 		       : parsed == PARSED_TRUNCATED ? EXIT_TRUNCATED
 						    : EXIT_MALFORMED;
-	struct vip vip = is6(&p) ? find_vip6(p.dst) : find_vip4(p.dst[0]);
+	struct vip vip = find_vip(&p);
 	if (!vip.flags)
 		return tunnels_to_mux(run, &p, &c) ? EXIT_TUNNEL_TO_MUX : EXIT_NO_VIP;
 	TRACE(run, vip, vip.slot + 1);
