@@ -51,6 +51,7 @@ const (
 const (
 	sweepEvery   = 5 * time.Second // idle connection entries; their clock ticks every 4.3 s
 	observeEvery = 250 * time.Millisecond
+	countEvery   = time.Second
 	quietFor     = time.Second
 )
 
@@ -71,6 +72,9 @@ type mux struct {
 	stopping  bool                                   // guarded by mu: the process is about to stop
 	announce  []netip.Prefix                         // guarded by mu: the manager's
 	announced []string                               // guarded by mu: announce as it came
+	counters  []*quartetv1.FlowCounters              // guarded by mu: as last read
+	exits     map[string]uint64                      // guarded by mu: as last read
+	unsent    bool                                   // guarded by mu: counters and exits were read since the last report
 }
 
 // Run runs a mux until ctx ends, then withdraws its routes, drains and stops.
@@ -107,6 +111,7 @@ func Run(ctx context.Context, c Config) error {
 	background.Go(func() { m.routes.run(running) })
 	background.Go(func() { m.observe(running) })
 	background.Go(func() { m.sweep(running) })
+	background.Go(func() { m.count(running) })
 
 	<-ctx.Done()
 	m.stop()
@@ -210,25 +215,12 @@ func (m *mux) setRoutes(announce []netip.Prefix, drain bool) {
 // Report implements nodelink.Handler.
 func (m *mux) Report(r *quartetv1.ReportRequest, want nodelink.Want) {
 	r.State = m.state()
-	if !want.Counters {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if !want.Counters || !m.unsent && !want.AllResults {
 		return
 	}
-	counters, err := m.data.Counters()
-	if err != nil {
-		m.log.Warn("counters not reported", "error", err)
-	}
-	for _, c := range counters {
-		if c.Packets == 0 {
-			continue
-		}
-		r.Counters = append(r.Counters, &quartetv1.FlowCounters{
-			Vip: c.VIPName, Address: c.Endpoint.VIP.String(), Endpoint: c.Name, Dip: c.DIP.Addr.String(),
-			Packets: c.Packets, Bytes: c.Bytes, NewFlows: c.NewFlows,
-		})
-	}
-	if r.Exits, err = m.data.Exits(); err != nil {
-		m.log.Warn("exits not reported", "error", err)
-	}
+	r.Counters, r.Exits, m.unsent = m.counters, m.exits, false
 	peers, announced := m.routes.status()
 	for _, p := range peers {
 		r.BgpPeers = append(r.BgpPeers, &quartetv1.BgpPeerStatus{
@@ -237,6 +229,35 @@ func (m *mux) Report(r *quartetv1.ReportRequest, want nodelink.Want) {
 	}
 	for _, p := range announced {
 		r.Announced = append(r.Announced, p.String())
+	}
+}
+
+// count reads the counters for reports. 200,000 DIPs take some 0.2 s, so that
+// they are read the more rarely the more there are: a report that acknowledges
+// tables must not wait for them.
+func (m *mux) count(ctx context.Context) {
+	for {
+		start := time.Now()
+		counters, err := m.data.Counters()
+		exits, exitsErr := m.data.Exits()
+		if err := errors.Join(err, exitsErr); err != nil {
+			m.log.Warn("counters not read", "error", err)
+		}
+		var flows []*quartetv1.FlowCounters
+		for _, c := range counters {
+			if c.Packets > 0 {
+				flows = append(flows, &quartetv1.FlowCounters{
+					Vip: c.VIPName, Address: c.Endpoint.VIP.String(), Endpoint: c.Name, Dip: c.DIP.Addr.String(),
+					Packets: c.Packets, Bytes: c.Bytes, NewFlows: c.NewFlows,
+				})
+			}
+		}
+		m.mu.Lock()
+		m.counters, m.exits, m.unsent = flows, exits, true
+		m.mu.Unlock()
+		if !wait(ctx, max(countEvery, 20*time.Since(start))) {
+			return
+		}
 	}
 }
 
