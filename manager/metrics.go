@@ -19,7 +19,7 @@ type metrics struct {
 	refused          prometheus.Counter
 	changes, updates *prometheus.CounterVec
 
-	generation, objects, nodes, behind, dips *prometheus.Desc
+	generation, objects, nodes, behind, dips, unreachable *prometheus.Desc
 }
 
 func newMetrics(m *Manager) *metrics {
@@ -44,7 +44,9 @@ func newMetrics(m *Manager) *metrics {
 		objects:    prometheus.NewDesc("quartet_manager_objects", "Desired objects.", []string{"kind"}, nil),
 		nodes:      prometheus.NewDesc("quartet_manager_nodes", "Known nodes.", []string{"role", "connected"}, nil),
 		dips:       prometheus.NewDesc("quartet_manager_dips", "DIPs of all endpoints, by state.", []string{"state"}, nil),
-		behind:     prometheus.NewDesc("quartet_manager_nodes_behind", "Connected nodes that do not run what they are to.", []string{"role"}, nil),
+		unreachable: prometheus.NewDesc("quartet_manager_dips_unreachable",
+			"DIPs of all endpoints that serve although a mux gets no answer from their host agent.", nil, nil),
+		behind: prometheus.NewDesc("quartet_manager_nodes_behind", "Connected nodes that do not run what they are to.", []string{"role"}, nil),
 	}
 }
 
@@ -57,7 +59,7 @@ func (x *metrics) Describe(ch chan<- *prometheus.Desc) {
 	for _, c := range x.own() {
 		c.Describe(ch)
 	}
-	for _, d := range []*prometheus.Desc{x.generation, x.objects, x.nodes, x.behind, x.dips} {
+	for _, d := range []*prometheus.Desc{x.generation, x.objects, x.nodes, x.behind, x.dips, x.unreachable} {
 		ch <- d
 	}
 }
@@ -81,15 +83,19 @@ func (x *metrics) Collect(ch chan<- prometheus.Metric) {
 		}
 	}
 	results := slices.Collect(maps.Values(x.m.results))
+	tunnels := x.m.unreachable()
 	x.m.mu.RUnlock()
-	dips := map[string]int{}
+	dips, unreachable := map[string]int{}, 0
 	for _, r := range results {
 		r.CountStates(dips)
+		_, n := r.Unreachable(tunnels)
+		unreachable += n
 	}
 	gauge := func(d *prometheus.Desc, v float64, labels ...string) {
 		ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
 	}
 	gauge(x.generation, generation)
+	gauge(x.unreachable, float64(unreachable))
 	gauge(x.objects, vips, "Vip")
 	gauge(x.objects, pools, "VipPool")
 	for _, state := range []string{compile.Healthy, compile.Unhealthy, compile.Unknown, compile.Draining} {

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	quartetv1 "github.com/quartet-lb/quartet/api/quartet/v1"
@@ -316,7 +317,7 @@ func (m *Manager) Report(ctx context.Context, req *quartetv1.ReportRequest) erro
 	}
 	if len(req.Counters)+len(req.Exits)+len(req.BgpPeers)+len(req.Announced) > 0 { // else a short report
 		n.counters, n.exits, n.peers, n.announced = req.Counters, req.Exits, req.BgpPeers, req.Announced
-		n.unreachable = req.UnreachableTunnels
+		m.noteUnreachable(n, req.UnreachableTunnels)
 	}
 	role, addresses := n.role, n.addresses
 	m.mu.Unlock()
@@ -332,6 +333,26 @@ func (m *Manager) Report(ctx context.Context, req *quartetv1.ReportRequest) erro
 	}}
 	_, err := m.do(ctx, m.reports, r)
 	return err
+}
+
+// noteUnreachable keeps which tunnels a mux gets no answer through. That is an
+// alert and no more: one mux's view, or a broken probe, must not take DIPs out
+// of rotation. mu is held.
+func (m *Manager) noteUnreachable(n *node, tunnels []*quartetv1.Tunnel) {
+	if !slices.EqualFunc(n.unreachable, tunnels, func(a, b *quartetv1.Tunnel) bool { return proto.Equal(a, b) }) {
+		const few = 5
+		var some []string
+		for _, t := range tunnels[:min(few, len(tunnels))] {
+			a, _ := netip.AddrFromSlice(t.Address)
+			some = append(some, a.String())
+		}
+		if len(tunnels) > 0 {
+			m.log.Warn("a mux gets no answer from host agents", "mux", n.name, "tunnels", len(tunnels), "among", some)
+		} else {
+			m.log.Info("a mux gets answers from all host agents again", "mux", n.name)
+		}
+	}
+	n.unreachable = tunnels
 }
 
 // rollout follows a generation to the nodes. Guarded by Manager.mu but for done.

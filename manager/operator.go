@@ -399,7 +399,7 @@ func (m *Manager) observe(kind, name string) *observed {
 	o := &observed{
 		generation: m.generation, changed: map[string]uint64{}, pools: m.pools, distrust: m.distrust,
 		lost: map[string]bool{}, agents: map[netip.Addr]*quartetv1.NodeStatus{},
-		unreachable: map[compile.Tunnel][]string{},
+		unreachable: m.unreachable(),
 	}
 	if kind == object.KindVip && name != "" {
 		if r := m.results[name]; r != nil {
@@ -421,18 +421,28 @@ func (m *Manager) observe(kind, name string) *observed {
 				o.agents[a] = s
 			}
 		}
-		if n.role == RoleMux && n.stream != nil {
-			for _, t := range n.unreachable {
-				k := compile.Tunnel{Address: string(t.Address), GUE: t.Gue}
-				o.unreachable[k] = append(o.unreachable[k], n.name)
-			}
-		}
-	}
-	for _, muxes := range o.unreachable {
-		slices.Sort(muxes)
 	}
 	slices.SortFunc(o.nodes, func(a, b *quartetv1.NodeStatus) int { return strings.Compare(a.Name, b.Name) })
 	return o
+}
+
+// unreachable has the connected muxes that get no answer through a tunnel, in
+// order; mu is held.
+func (m *Manager) unreachable() map[compile.Tunnel][]string {
+	out := map[compile.Tunnel][]string{}
+	for _, n := range m.nodes {
+		if n.role != RoleMux || n.stream == nil {
+			continue
+		}
+		for _, t := range n.unreachable {
+			k := compile.Tunnel{Address: string(t.Address), GUE: t.Gue}
+			out[k] = append(out[k], n.name)
+		}
+	}
+	for _, muxes := range out {
+		slices.Sort(muxes)
+	}
+	return out
 }
 
 func (o *observed) vipStatus(r *compile.Result) *quartetv1.VipStatus {
@@ -455,6 +465,14 @@ func (o *observed) vipStatus(r *compile.Result) *quartetv1.VipStatus {
 		case !n.Connected:
 			s.Warnings = append(s.Warnings, fmt.Sprintf("host agent %s (%s) is not connected: its DIPs keep their last state", n.Name, a))
 		}
+	}
+	if dips, _ := r.Unreachable(o.unreachable); len(dips) > 0 {
+		const few = 5
+		more := ""
+		if len(dips) > few {
+			more = fmt.Sprintf(", and %d more", len(dips)-few)
+		}
+		s.Warnings = append(s.Warnings, "DIPs that serve, but can't be reached: "+strings.Join(dips[:min(few, len(dips))], "; ")+more)
 	}
 	if o.distrust {
 		s.Warnings = append(s.Warnings, "most host agents are silent: DIPs keep their last state")

@@ -422,6 +422,31 @@ func (r *Result) endpoints(family int) []*quartetv1.MuxEndpoint {
 	return r.Endpoints[i*n : (i+1)*n]
 }
 
+// Unreachable lists the VIP's DIPs that serve, healthy or draining, although
+// muxes get no answer through their tunnel, each once. n counts a DIP as often
+// as endpoints have it.
+func (r *Result) Unreachable(unreachable map[Tunnel][]string) (dips []string, n int) {
+	if len(unreachable) == 0 {
+		return nil, 0
+	}
+	for f := range 2 {
+		for _, m := range r.endpoints(f) {
+			for _, d := range m.Dips {
+				muxes := unreachable[Tunnel{string(d.Tunnel), m.Gue}]
+				if len(muxes) == 0 || d.State != Healthy && d.State != Draining {
+					continue
+				}
+				n++
+				a, _ := netip.AddrFromSlice(d.Address)
+				if text := fmt.Sprintf("%s from %s", a, strings.Join(muxes, ", ")); !slices.Contains(dips, text) {
+					dips = append(dips, text)
+				}
+			}
+		}
+	}
+	return dips, n
+}
+
 // CountStates adds the number of the VIP's DIPs in each state.
 func (r *Result) CountStates(states map[string]int) {
 	for f := range 2 {

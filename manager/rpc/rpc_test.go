@@ -18,6 +18,8 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
+	"github.com/prometheus/client_golang/prometheus"
+	dto "github.com/prometheus/client_model/go"
 	"google.golang.org/grpc/health/grpc_health_v1"
 
 	quartetv1 "github.com/quartet-lb/quartet/api/quartet/v1"
@@ -727,7 +729,8 @@ func TestTrace(t *testing.T) {
 
 // Counters of all muxes add up, and show what each dropped.
 func TestTop(t *testing.T) {
-	f := newFabric(t, manager.Config{})
+	registry := prometheus.NewRegistry()
+	f := newFabric(t, manager.Config{Metrics: registry})
 	for i, name := range []string{"mux1", "mux2"} {
 		w := f.watch("mux", name, nil)
 		if _, err := w.client.Report(t.Context(), &quartetv1.ReportRequest{
@@ -750,6 +753,18 @@ func TestTop(t *testing.T) {
 	f.apply(pool + vip("web", 10, 2, ""))
 	if d := f.list("Vip", "web").Vips[0].Dips; !slices.Equal(d[0].UnreachableFrom, []string{"mux1", "mux2"}) || len(d[1].UnreachableFrom) > 0 {
 		t.Errorf("unreachable: %v", d)
+	}
+	if w := f.list("Vip", "web").Vips[0].Warnings; !slices.ContainsFunc(w, func(s string) bool {
+		return strings.HasSuffix(s, "can't be reached: 10.0.10.1 from mux1, mux2")
+	}) {
+		t.Errorf("warnings: %q", w)
+	}
+	families, err := registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if i := slices.IndexFunc(families, func(f *dto.MetricFamily) bool { return f.GetName() == "quartet_manager_dips_unreachable" }); i < 0 || families[i].Metric[0].GetGauge().GetValue() != 1 {
+		t.Errorf("quartet_manager_dips_unreachable is not 1: %v", families)
 	}
 	n := f.list("Mux", "mux2").Nodes[0]
 	if n.State != "ready" || !n.Connected || len(n.BgpPeers) != 1 || len(n.Announced) != 1 || n.Version != "test" {
