@@ -29,7 +29,8 @@ import (
 // Config says where and how large the packet path is.
 type Config struct {
 	// Interfaces are the uplinks by name, at least one: where tunnelled packets
-	// come in and replies leave. Their drivers must run XDP natively.
+	// come in and replies leave. Their drivers must run XDP natively. Replies of
+	// more than 64 KiB (BIG TCP, a raised gso_max_size) are not read: leave it off.
 	Interfaces []string
 	// PinDir is a directory on bpffs that keeps programs and maps alive while
 	// no daemon runs. Default DefaultPinDir.
