@@ -295,11 +295,11 @@ func bfdListen(is6 bool) (int, error) {
 		err = unix.SetsockoptInt(fd, unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, 1)
 	}
 	if err = errors.Join(err, unix.SetsockoptInt(fd, level, option, 1)); err != nil {
-		unix.Close(fd)
+		_ = unix.Close(fd)
 		return -1, fmt.Errorf("start BFD: ask for TTLs: %w", err)
 	}
 	if err := unix.Bind(fd, bfdSockaddr(any4, bfdPort)); err != nil {
-		unix.Close(fd)
+		_ = unix.Close(fd)
 		if errors.Is(err, unix.EADDRINUSE) {
 			return -1, fmt.Errorf("start BFD: listen on UDP port %d: another process has this port", bfdPort)
 		}
@@ -335,7 +335,7 @@ func bfdDial(p Peer) (int, error) {
 		err = nil
 	}
 	if err != nil {
-		unix.Close(fd)
+		_ = unix.Close(fd)
 		return -1, fmt.Errorf("start BFD with %s: bind socket: %w", p.Address, err)
 	}
 	return fd, nil
@@ -469,7 +469,7 @@ func (s *bfdSpeaker) close() {
 	}
 	for _, fd := range []int{s.listen[0], s.listen[1], s.wakeup[0], s.wakeup[1]} {
 		if fd >= 0 {
-			unix.Close(fd)
+			_ = unix.Close(fd)
 		}
 	}
 	s.listen, s.wakeup = [2]int{-1, -1}, [2]int{-1, -1}
