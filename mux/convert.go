@@ -101,6 +101,23 @@ func convertEndpoints(in []*quartetv1.MuxEndpoint) ([]datapath.Endpoint, error) 
 	return out, nil
 }
 
+// tunnels lists the tunnels of endpoints that have been converted, or are nil,
+// once for each DIP.
+func tunnels(endpoints []*quartetv1.MuxEndpoint) []lb.Tunnel {
+	var out []lb.Tunnel
+	for _, e := range endpoints {
+		encap := lb.EncapIPIP
+		if e.GetGue() {
+			encap = lb.EncapGUE
+		}
+		for _, d := range e.GetDips() {
+			dst, _ := netip.AddrFromSlice(d.Tunnel)
+			out = append(out, lb.Tunnel{Dst: dst, Encap: encap})
+		}
+	}
+	return out
+}
+
 func convertDIP(d *quartetv1.Dip, encap lb.Encapsulation) (lb.DIP, error) {
 	addr, err := convertAddr(d.Address)
 	if err != nil {

@@ -17,6 +17,7 @@ import (
 	"github.com/quartet-lb/quartet/lab/fabric"
 	"github.com/quartet-lb/quartet/lb"
 	"github.com/quartet-lb/quartet/mux/datapath"
+	"github.com/quartet-lb/quartet/mux/reach"
 	"github.com/quartet-lb/quartet/nodelink"
 )
 
@@ -91,6 +92,8 @@ func TestBadTablesKeepTheLastGood(t *testing.T) {
 		endpoints: map[lb.Endpoint]*quartetv1.MuxEndpoint{},
 	}
 	m.routes, err = newAnnouncer(context.Background(), nil, m.log)
+	must(t, err)
+	m.prober, err = reach.Open(reach.Config{})
 	must(t, err)
 	must(t, node.Do(func() (err error) {
 		m.data, err = datapath.Open(datapath.Config{

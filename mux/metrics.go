@@ -24,13 +24,14 @@ var (
 	peerDesc      = desc("bgp_peer_established", "1 while the BGP session is established.", "peer", "asn")
 	bfdDesc       = desc("bgp_peer_bfd_up", "1 while BFD with the peer is up; only for peers with BFD.", "peer", "asn")
 	announcedDesc = desc("announced_prefixes", "Prefixes announced to the BGP peers.")
+	tunnelsDesc   = desc("unreachable_tunnels", "Tunnels whose last three probes no host agent answered.")
 	scrapeDesc    = desc("scrape_error", "1 if the packet path's maps could not be read.")
 )
 
 // Describe implements prometheus.Collector.
 func (c *collector) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{exitsDesc, eventsDesc, packetsDesc, bytesDesc, newFlowsDesc, entriesDesc,
-		capacityDesc, peerDesc, bfdDesc, announcedDesc, scrapeDesc} {
+		capacityDesc, peerDesc, bfdDesc, announcedDesc, tunnelsDesc, scrapeDesc} {
 		out <- d
 	}
 }
@@ -92,6 +93,7 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	}
 	_, announced := c.m.routes.status()
 	gauge(announcedDesc, float64(len(announced)))
+	gauge(tunnelsDesc, float64(len(c.m.prober.Unreachable())))
 	gauge(scrapeDesc, failed)
 }
 

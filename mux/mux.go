@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net/netip"
 	"slices"
 	"sync"
@@ -19,6 +20,7 @@ import (
 	"github.com/quartet-lb/quartet/daemon"
 	"github.com/quartet-lb/quartet/lb"
 	"github.com/quartet-lb/quartet/mux/datapath"
+	"github.com/quartet-lb/quartet/mux/reach"
 	"github.com/quartet-lb/quartet/nodelink"
 )
 
@@ -60,6 +62,7 @@ type mux struct {
 	config Config
 	log    *slog.Logger
 	data   *datapath.Datapath
+	prober *reach.Prober
 	routes *announcer
 	link   *nodelink.Link[*quartetv1.MuxTables, *quartetv1.MuxDelta]
 	// adopted: the packet path of an earlier process was found, with its tables.
@@ -87,6 +90,11 @@ func Run(ctx context.Context, c Config) error {
 	if m.link, err = nodelink.NewMux(c.Link, m); err != nil {
 		return err
 	}
+	m.prober, err = reach.Open(reach.Config{Source4: c.Datapath.Source4, Source6: c.Datapath.Source6, Log: c.Log})
+	if err != nil {
+		return err
+	}
+	defer m.prober.Close()
 	if m.routes, err = newAnnouncer(ctx, c.BGP, c.Log); err != nil {
 		return err
 	}
@@ -112,6 +120,7 @@ func Run(ctx context.Context, c Config) error {
 	background.Go(func() { m.observe(running) })
 	background.Go(func() { m.sweep(running) })
 	background.Go(func() { m.count(running) })
+	background.Go(func() { m.prober.Run(running) })
 
 	<-ctx.Done()
 	m.stop()
@@ -141,6 +150,7 @@ func (m *mux) ApplySnapshot(_ context.Context, t *quartetv1.MuxTables, from node
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	m.prober.Update(tunnels(t.Endpoints), tunnels(slices.Collect(maps.Values(m.endpoints))))
 	m.endpoints = make(map[lb.Endpoint]*quartetv1.MuxEndpoint, len(t.Endpoints))
 	for i, e := range tables.Endpoints {
 		m.endpoints[e.Endpoint] = t.Endpoints[i]
@@ -171,12 +181,16 @@ func (m *mux) ApplyDelta(_ context.Context, d *quartetv1.MuxDelta) error {
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	var gone []*quartetv1.MuxEndpoint
 	for _, key := range delta.DeleteEndpoints {
+		gone = append(gone, m.endpoints[key])
 		delete(m.endpoints, key)
 	}
 	for i, e := range delta.PutEndpoints {
+		gone = append(gone, m.endpoints[e.Endpoint])
 		m.endpoints[e.Endpoint] = d.PutEndpoints[i]
 	}
+	m.prober.Update(tunnels(d.PutEndpoints), tunnels(gone))
 	m.announced = d.Announce
 	m.setRoutes(announce, d.Drain)
 	return nil
@@ -229,6 +243,9 @@ func (m *mux) Report(r *quartetv1.ReportRequest, want nodelink.Want) {
 	}
 	for _, p := range announced {
 		r.Announced = append(r.Announced, p.String())
+	}
+	for _, t := range m.prober.Unreachable() {
+		r.UnreachableTunnels = append(r.UnreachableTunnels, &quartetv1.Tunnel{Address: t.Dst.AsSlice(), Gue: t.Encap == lb.EncapGUE})
 	}
 }
 

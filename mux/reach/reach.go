@@ -77,7 +77,8 @@ func Open(c Config) (*Prober, error) {
 		err := f.open()
 		p.families = append(p.families, f)
 		if err != nil {
-			return nil, errors.Join(fmt.Errorf("open sockets to probe tunnels from %s: %w", source, err), p.Close())
+			p.Close()
+			return nil, fmt.Errorf("open sockets to probe tunnels from %s: %w", source, err)
 		}
 	}
 	return p, nil
@@ -113,17 +114,15 @@ func (f *family) open() error {
 	return err
 }
 
-// Close closes the sockets.
-func (p *Prober) Close() error {
-	var errs []error
+// Close closes the sockets; more than once does no harm.
+func (p *Prober) Close() {
 	for _, f := range p.families {
 		for _, c := range []net.PacketConn{f.send, f.receive} {
 			if c != nil {
-				errs = append(errs, c.Close())
+				_ = c.Close() // nothing is unsent
 			}
 		}
 	}
-	return errors.Join(errs...)
 }
 
 // Update adds and removes users of tunnels: a tunnel is probed from its first
@@ -148,7 +147,7 @@ func (p *Prober) Unreachable() []lb.Tunnel {
 }
 
 // Run probes until ctx ends, and closes the sockets.
-func (p *Prober) Run(ctx context.Context) error {
+func (p *Prober) Run(ctx context.Context) {
 	var listening sync.WaitGroup
 	for _, f := range p.families {
 		listening.Go(func() { p.listen(f) })
@@ -158,9 +157,9 @@ func (p *Prober) Run(ctx context.Context) error {
 	for {
 		select {
 		case <-ctx.Done():
-			err := p.Close()
+			p.Close()
 			listening.Wait()
-			return err
+			return
 		case now := <-tick.C:
 			p.mu.Lock()
 			probes, changes := p.machine.tick(now), p.machine.changed()
