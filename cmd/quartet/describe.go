@@ -146,6 +146,9 @@ func describe(w io.Writer, k kind, r *quartetv1.ListResponse, now time.Time) err
 		line("State", "%s", d.GetState())
 		line("Since", "%s", ago(now, d.GetSince().AsTime(), d.GetSince() != nil))
 		line("Reason", "%s", d.GetReason())
+		if muxes := d.GetUnreachableFrom(); len(muxes) > 0 {
+			line("Unreachable", "from %s", strings.Join(muxes, ", "))
+		}
 		line("Weight", "%d", d.GetWeight())
 		line("Buckets", "%d of %d (%s)", d.GetBuckets(), d.GetBucketsTotal(), share(d))
 	}

@@ -256,10 +256,10 @@ func rows(k kind, r *quartetv1.ListResponse, wide bool, now time.Time) *table {
 			add(row, more...)
 		}
 	case "dips":
-		add([]string{"VIP", "ENDPOINT", "DIP", "PORT", "HOST", "STATE", "WEIGHT", "BUCKETS"}, "SINCE", "REASON")
+		add([]string{"VIP", "ENDPOINT", "DIP", "PORT", "HOST", "STATE", "WEIGHT", "BUCKETS"}, "SINCE", "UNREACHABLE FROM", "REASON")
 		for _, d := range r.GetDips() {
 			add([]string{d.GetVip(), d.GetEndpoint(), d.GetDip(), portText(d.GetPort()), d.GetHost(), d.GetState(), fmt.Sprint(d.GetWeight()), share(d)},
-				ago(now, d.GetSince().AsTime(), d.GetSince() != nil), d.GetReason())
+				ago(now, d.GetSince().AsTime(), d.GetSince() != nil), strings.Join(d.GetUnreachableFrom(), ","), d.GetReason())
 		}
 	}
 	return t
