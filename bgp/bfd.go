@@ -457,7 +457,7 @@ func (s *bfdSpeaker) stop() {
 	if s.wakeup[1] < 0 {
 		return
 	}
-	unix.Close(s.wakeup[1])
+	_ = unix.Close(s.wakeup[1])
 	s.wakeup[1] = -1
 	s.done.Wait()
 	s.close()
@@ -465,7 +465,7 @@ func (s *bfdSpeaker) stop() {
 
 func (s *bfdSpeaker) close() {
 	for _, p := range s.peers { // which isUp may still read
-		unix.Close(p.socket)
+		_ = unix.Close(p.socket)
 	}
 	for _, fd := range []int{s.listen[0], s.listen[1], s.wakeup[0], s.wakeup[1]} {
 		if fd >= 0 {
