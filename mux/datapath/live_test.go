@@ -4,9 +4,13 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"os/exec"
+	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -289,5 +293,52 @@ func TestOpenErrors(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "\n") {
 			t.Errorf("error %q, want one line with %q", err, want)
 		}
+	}
+}
+
+// TestNamesAreComplete: a name for each way out and each event of the program.
+func TestNamesAreComplete(t *testing.T) {
+	spec, err := loadMux()
+	must(t, err)
+	for _, c := range []struct {
+		enum, prefix string
+		count        int
+	}{
+		{"exit", "EXIT_", int(muxExitEXIT_COUNT)},
+		{"event", "EVENT_", int(muxEventEVENT_COUNT)},
+	} {
+		names, err := enumNames(spec, c.enum, c.prefix)
+		must(t, err)
+		slices.Sort(names)
+		if n := len(slices.Compact(names)); n != c.count || names[0] == "" {
+			t.Errorf("%d names of %s for %d values: %v", n, c.enum, c.count, names)
+		}
+	}
+}
+
+// TestOpenWithoutCapabilities runs this test again as nobody.
+func TestOpenWithoutCapabilities(t *testing.T) {
+	if os.Getuid() != 0 {
+		_, err := Open(testConfig("/sys/fs/bpf/quartet-test-nobody"))
+		fmt.Println(err)
+		return
+	}
+	self := filepath.Join(t.TempDir(), "test")
+	program, err := os.ReadFile("/proc/self/exe")
+	must(t, err)
+	must(t, os.WriteFile(self, program, 0o755))
+	for dir := filepath.Dir(self); dir != "/"; dir = filepath.Dir(dir) {
+		if info, err := os.Stat(dir); err == nil && strings.HasPrefix(dir, os.TempDir()+"/") {
+			must(t, os.Chmod(dir, info.Mode()|0o055))
+		}
+	}
+	cmd := exec.Command(self, "-test.run", "^TestOpenWithoutCapabilities$")
+	cmd.Dir = "/"
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
+	out, err := cmd.CombinedOutput()
+	must(t, err)
+	first, _, _ := strings.Cut(string(out), "\n")
+	if !strings.Contains(first, "open mux datapath: ") || !strings.Contains(first, "CAP_BPF, CAP_NET_ADMIN") {
+		t.Errorf("%q does not name the missing capabilities", first)
 	}
 }
