@@ -34,9 +34,9 @@ func benchMuxCommand(c *cli) *cobra.Command {
 		Long: `Measure ns per packet of the mux's program.
 
 Runs the very program that quartet-mux attaches, on distinct, valid packets, in a
-network namespace of its own, and shows its cost net of a stub's beside Katran's
-published figures. Takes about two minutes and needs root; nothing outside the namespace
-is touched. Where the machine does other work beside, look at the spread.`,
+network namespace of its own, and shows its cost net of a stub's beside what Katran
+cost by the same method. Takes about two minutes and needs root; nothing outside the
+namespace is touched. Where the machine does other work beside, look at the spread.`,
 		Example: `  quartet bench mux
   quartet bench mux --json --rounds 21 >mux.json
   quartet bench mux --plot mux.svg`,

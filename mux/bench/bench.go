@@ -2,7 +2,9 @@
 // of packet, and memory for each flow and endpoint.
 //
 // Each figure is of the very program that the mux attaches, in BPF_PROG_TEST_RUN,
-// net of a stub. The program that is repeated is a driver (driver.bpf.c) that
+// net of a stub that returns at once. So the mux is charged with growing the
+// packet and with the driver's taking that off again; figure growth_ns says what the
+// two cost. The program that is repeated is a driver (driver.bpf.c) that
 // presents a different, valid packet each time; a batch in which a packet was
 // not encapsulated as it should be, by the driver's count of packets grown and
 // by the mux's own counters, is an error. Cases and stub take turns, so that
@@ -188,19 +190,19 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 }
 
 func run(ctx context.Context, o Options) (*Report, error) {
-	b, err := newBench(o)
+	b, err := newBench(ctx, o)
 	if err != nil {
 		return nil, err
 	}
 	defer b.close()
 	r := newReport(b.options)
-	if err := b.measureCases(ctx, r); err != nil {
+	if err := b.measureCases(r); err != nil {
 		return nil, err
 	}
-	if err := b.crossCheck(ctx, r); err != nil {
+	if err := b.crossCheck(r); err != nil {
 		return nil, err
 	}
-	if err := b.measureMemory(ctx, r); err != nil {
+	if err := b.measureMemory(r); err != nil {
 		return nil, err
 	}
 	return r, nil
@@ -209,25 +211,29 @@ func run(ctx context.Context, o Options) (*Report, error) {
 // sample is one round of one case, in ns per packet.
 type sample struct{ net, stub float64 }
 
-func (b *bench) measureCases(ctx context.Context, r *Report) error {
+func (b *bench) measureCases(r *Report) error {
 	list := cases(b.options.Flows)
 	samples := make(map[string][]sample)
+	var growth []float64
 	for round := range b.options.Rounds {
 		b.options.Progress("round %d of %d: %d cases of %d packets", round+1, b.options.Rounds,
 			len(list), b.options.Packets)
 		b.refreshRoom()
 		b.random.Shuffle(len(list), func(i, j int) { list[i], list[j] = list[j], list[i] })
 		for _, c := range list {
-			if err := ctx.Err(); err != nil {
-				return err
-			}
 			s, err := b.measure(c)
 			if err != nil {
 				return fmt.Errorf("measure %s: %w", c.name, err)
 			}
 			samples[c.key()] = append(samples[c.key()], s)
 		}
+		ns, err := b.measureGrowth()
+		if err != nil {
+			return fmt.Errorf("measure growth: %w", err)
+		}
+		growth = append(growth, ns)
 	}
+	r.put("growth_ns", growth)
 	var stubs []float64
 	for key, rounds := range samples {
 		net := make([]float64, len(rounds))
@@ -239,6 +245,18 @@ func (b *bench) measureCases(ctx context.Context, r *Report) error {
 	}
 	r.put("stub_ns", stubs)
 	return nil
+}
+
+// measureGrowth is what growing an IPv4 packet and taking it off again cost.
+func (b *bench) measureGrowth() (ns float64, err error) {
+	m := b.muxes[steady]
+	t := traffic{dst: netip.AddrPortFrom(hashVIP, tcpPort), protocol: lb.TCP, tcpFlags: ackFlags, growth: ipv4InIPv4}
+	without, err := b.run(m, t, slotStub, 1<<16)
+	if err != nil {
+		return 0, err
+	}
+	with, err := b.run(m, t, slotStubGrow, 1<<16)
+	return with.ns - without.ns, err
 }
 
 // measure presents the case's packets to the mux and to the stub.
@@ -310,7 +328,7 @@ func check(c testCase, got batch, before, after counters) error {
 
 // crossCheck measures some cases by other means: the kernel's run-time
 // statistics of live frames, which really leave by the veth and arrive.
-func (b *bench) crossCheck(ctx context.Context, r *Report) error {
+func (b *bench) crossCheck(r *Report) error {
 	b.options.Progress("cross-check with live frames")
 	const packets = 1 << 17
 	wanted := []string{"no_vip", "hash_flows_1", "hash_flows_1k", "hash_flows_128k", "table_flows_1", "table_flows_1k", "table_flows_128k"}
@@ -320,9 +338,6 @@ func (b *bench) crossCheck(ctx context.Context, r *Report) error {
 		for _, c := range cases(b.options.Flows) {
 			if !slices.Contains(wanted, c.name) {
 				continue
-			}
-			if err := ctx.Err(); err != nil {
-				return err
 			}
 			m := b.muxes[c.situation]
 			if err := b.warm(c, m); err != nil { // enters its network, too

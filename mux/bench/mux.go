@@ -67,12 +67,13 @@ func (m *mux) counters() (c counters, err error) {
 // bench is what a measurement runs on; all of it belongs to one thread.
 type bench struct {
 	options Options
+	stopped func() error // not nil once the measurement is to end
 	random  *rand.Rand
 	driver  *driver
 	muxes   map[situation]*mux
 }
 
-func newBench(o Options) (*bench, error) {
+func newBench(ctx context.Context, o Options) (*bench, error) {
 	if err := o.complete(runtime.NumCPU()); err != nil {
 		return nil, err
 	}
@@ -81,6 +82,7 @@ func newBench(o Options) (*bench, error) {
 	}
 	b := &bench{
 		options: o,
+		stopped: ctx.Err,
 		random:  rand.New(rand.NewPCG(o.Seed, 0)),
 		muxes:   make(map[situation]*mux),
 	}
@@ -218,6 +220,9 @@ func endpoint(e lb.Endpoint, consistency lb.Consistency, n, number int) datapath
 
 // run presents packets to a mux or, in its place, to the stub.
 func (b *bench) run(m *mux, t traffic, slot, packets int) (batch, error) {
+	if err := b.stopped(); err != nil {
+		return batch{}, err
+	}
 	if err := m.network.enter(); err != nil {
 		return batch{}, err
 	}
@@ -233,7 +238,7 @@ func (b *bench) establish(m *mux, flows int) error {
 			continue
 		}
 		// In steps, for a line has room for few flows that are not trusted yet.
-		step := uint8(min(16, t.flowBits))
+		step := min(16, t.flowBits)
 		steps := 1 << (t.flowBits - step)
 		t.flowBits = step
 		for i := range steps {
@@ -283,7 +288,7 @@ func (b *bench) refreshRoom() {
 
 // measureMemory finds bytes per flow with the connection table at its nominal
 // load, and the kernel memory of many endpoints.
-func (b *bench) measureMemory(ctx context.Context, r *Report) error {
+func (b *bench) measureMemory(r *Report) error {
 	m := b.muxes[steady]
 	table := m.Sweep(datapath.Monotonic())
 	flows := uint64(table.Trusted + table.Untrusted)
@@ -303,7 +308,7 @@ func (b *bench) measureMemory(ctx context.Context, r *Report) error {
 	if b.options.Endpoints < 0 {
 		return nil
 	}
-	if err := ctx.Err(); err != nil {
+	if err := b.stopped(); err != nil {
 		return err
 	}
 	b.options.Progress("load %d endpoints of ten DIPs", b.options.Endpoints)
