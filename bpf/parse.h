@@ -57,7 +57,7 @@ struct packet {
 	__be32 fragment_id; /* network byte order; IPv4's 16 bits as a __be16 */
 	__u16 l3_offset;    /* bytes from the frame's start: 14, 18 or 22 */
 	__u16 l4_offset;    /* bytes from the frame's start */
-	__u16 l3_length;    /* bytes of the IP packet with its header, by its own field */
+	__u32 l3_length;    /* bytes of the IP packet with its header, by its own field */
 	__be16 l3_proto;    /* ETH_P_IP or ETH_P_IPV6, network byte order */
 	__u8 l4_proto;	    /* after IPv6 extension headers */
 	__u8 flags;

@@ -335,11 +335,17 @@ func (d *Datapath) mapAll() error {
 
 func (d *Datapath) applySettings() {
 	s := d.settings
+	var none [4]uint32
+	source4, source6 := none, none
 	if d.config.Source4.IsValid() {
-		storeUint32(&s.Source4, addrWords(d.config.Source4)[0])
+		source4 = addrWords(d.config.Source4)
 	}
 	if d.config.Source6.IsValid() {
-		s.Source6 = addrWords(d.config.Source6)
+		source6 = addrWords(d.config.Source6)
+	}
+	storeUint32(&s.Source4, source4[0])
+	for i, w := range source6 {
+		storeUint32(&s.Source6[i], w)
 	}
 	storeUint32(&s.IdleTrusted, uint32(d.config.IdleTrusted>>flowTimeUnitBits))
 	storeUint32(&s.IdleUntrusted, uint32(d.config.IdleUntrusted>>flowTimeUnitBits))
