@@ -439,6 +439,10 @@ func (l *Lab) wire(ctx context.Context) error {
 			if err := a.SetXDP(link.AName, programs.Pass.FD()); err != nil {
 				return err
 			}
+		case Host:
+			if err := a.TakeXDP(link.AName); err != nil {
+				return err
+			}
 		case Client:
 			if err := b.OffloadsOff(link.BName); err != nil {
 				return err

@@ -77,6 +77,19 @@ func (r *runner) observe(name string, args []string) (value, error) {
 			total += float64(d.GetBuckets())
 		}
 		return number(total, err)
+	case "unreached":
+		n, err := r.node(args[0])
+		if err != nil {
+			return value{}, err
+		}
+		dips, err := r.dips(n)
+		muxes := map[string]bool{}
+		for _, d := range dips {
+			for _, m := range d.GetUnreachableFrom() {
+				muxes[m] = true
+			}
+		}
+		return number(float64(len(muxes)), err)
 	case "hops":
 		p, err := netip.ParsePrefix(args[1])
 		if err != nil {

@@ -253,6 +253,10 @@ func (r *runner) step(s scenario.Step) error {
 		return r.links(args[0], "unplug", (*fabric.Node).SetDown, (*fabric.Node).SetUp)
 	case "plug":
 		return r.undone("unplug " + args[0])
+	case "cut":
+		return r.cut(args[0], args[1])
+	case "mend":
+		return r.undone("cut " + args[0] + " " + args[1])
 	case "mtu":
 		return r.mtu(args[0], args[1], args[2])
 	case "ignore-mss":
@@ -684,6 +688,29 @@ func (r *runner) links(name, what string, do, undo func(*fabric.Node, string) er
 	}
 	r.later(what+" "+name, func() error { return each(undo) })
 	return each(do)
+}
+
+// cut drops a mux's tunnel packets to a host at the host's ToR: at the host
+// itself, XDP comes before any filter.
+func (r *runner) cut(mux, host string) error {
+	from, err := r.node(mux)
+	if err != nil {
+		return err
+	}
+	to, err := r.node(host)
+	if err != nil {
+		return err
+	}
+	if from.Role != Mux || to.Role != Host {
+		return fmt.Errorf("%s and %s are not a mux and a host", mux, host)
+	}
+	tor, err := r.lab.Net(to.Up.Name)
+	if err != nil {
+		return err
+	}
+	link := to.Uplink().AName
+	r.later("cut "+mux+" "+host, func() error { return tor.Mend(from.Addr4, link) })
+	return tor.Cut(from.Addr4, from.Addr6, link)
 }
 
 // between finds the link of two nodes as a sees it.

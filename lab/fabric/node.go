@@ -392,6 +392,25 @@ func (n *Node) OffloadsOff(name string) error {
 	})
 }
 
+// TakeXDP makes a veth interface take what the other end's XDP programs send: it
+// needs NAPI, which a veth has while GRO is asked for.
+func (n *Node) TakeXDP(name string) error {
+	return n.Do(func() error {
+		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			return fmt.Errorf("open socket for ethtool: %w", err)
+		}
+		defer unix.Close(fd)
+		// Only a change is heard, and the flag may be on without NAPI.
+		for _, on := range []uint32{0, 1} {
+			if err := ethtoolSet(fd, name, unix.ETHTOOL_SGRO, on); err != nil {
+				return fmt.Errorf("set GRO of %s: %w", name, err)
+			}
+		}
+		return nil
+	})
+}
+
 // Nft loads an nftables script in the node.
 func (n *Node) Nft(script string) error {
 	out, err := n.Run(Command{Args: []string{"nft", "-f", "-"}, Stdin: script})
@@ -415,6 +434,26 @@ func (n *Node) Mute(name string) error {
 func (n *Node) Unmute(name string) error {
 	table := "inet lab_mute_" + strings.ReplaceAll(name, "-", "_")
 	return n.Nft("table " + table + " {}\ndelete table " + table)
+}
+
+// Cut drops tunnel packets that the node forwards from an address of either
+// family to an interface. Nothing else is touched.
+func (n *Node) Cut(from4, from6 netip.Addr, to string) error {
+	return n.Nft(fmt.Sprintf(`table inet %s {
+  chain tunnels { meta l4proto { ipip, ipv6 } drop; udp dport 6080 drop; }
+  chain forward { type filter hook forward priority -500;
+    oifname "%[2]s" ip saddr %[3]s jump tunnels; oifname "%[2]s" ip6 saddr %[4]s jump tunnels; }
+}`, cutTable(from4, to), to, from4, from6))
+}
+
+// Mend undoes Cut, and is no error without it.
+func (n *Node) Mend(from4 netip.Addr, to string) error {
+	table := "inet " + cutTable(from4, to)
+	return n.Nft("table " + table + " {}\ndelete table " + table)
+}
+
+func cutTable(from netip.Addr, to string) string {
+	return strings.NewReplacer("-", "_", ".", "_").Replace("lab_cut_" + from.String() + "_" + to)
 }
 
 // IgnoreMSS makes the node take every TCP peer's maximum segment size for the

@@ -100,6 +100,8 @@ var verbs = map[string]verb{
 	"unsilence":  {usage: "unsilence NODE", min: 1, max: 1},
 	"unplug":     {usage: "unplug NODE: its uplink loses the carrier", min: 1, max: 1},
 	"plug":       {usage: "plug NODE", min: 1, max: 1},
+	"cut":        {usage: "cut MUX HOST: tunnel packets from a mux to a host and its VMs are lost on the way, nothing else is", min: 2, max: 2},
+	"mend":       {usage: "mend MUX HOST", min: 2, max: 2},
 	"mtu":        {usage: "mtu NODE NEIGHBOUR BYTES: of the link between them", min: 3, max: 3},
 	"ignore-mss": {usage: "ignore-mss CLIENT: it takes each server's MSS for 1460", min: 1, max: 1},
 	"bfd":        {usage: "bfd INTERVAL: between muxes and their ToRs", min: 1, max: 1},
@@ -128,6 +130,7 @@ func Usage() string {
 var Observations = map[string]int{
 	"state":      1, // of a mux or host by the manager, or of a DIP
 	"buckets":    1, // that lead to a DIP, over all VIPs
+	"unreached":  1, // muxes that, by the manager, get no answer through a DIP's tunnel
 	"hops":       2, // next hops of a switch for a prefix
 	"sessions":   1, // established BGP sessions of a switch
 	"rx":         2, // packets that a node received from a neighbour

@@ -1,6 +1,7 @@
 package traffic
 
 import (
+	"bufio"
 	"context"
 	"crypto/sha256"
 	"encoding/binary"
@@ -256,48 +257,52 @@ func (c *client) dialer() *net.Dialer {
 	return d
 }
 
+// connection is a worker's TCP connection. http.Transport would hide when one
+// breaks and open others of its own accord.
+type connection struct {
+	net.Conn
+	in   *bufio.Reader
+	used bool
+}
+
 func (c *client) http(ctx context.Context, w *worker) {
 	kept := c.Mode == KeepAlive
-	var dials int
-	transport := &http.Transport{
-		DisableKeepAlives:  !kept,
-		DisableCompression: true,
-		MaxIdleConns:       1, MaxIdleConnsPerHost: 1, MaxConnsPerHost: 1,
-		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			dials++
-			return c.dialer().DialContext(ctx, "tcp", c.Target.String())
-		},
+	var conn *connection
+	hangUp := func() {
+		if conn != nil {
+			conn.Close()
+			conn = nil
+		}
 	}
-	defer transport.CloseIdleConnections()
+	defer hangUp()
 	for c.take() {
 		began := time.Now()
 		answered := false
 		for attempt := 0; attempt <= c.Retries; attempt++ {
-			before := dials
 			if attempt > 0 {
 				w.Retries++
-				transport.CloseIdleConnections()
 			}
 			tried := time.Now()
-			server, err := c.request(ctx, w, transport)
+			server, err := c.attempt(ctx, w, &conn)
 			if ctx.Err() != nil {
 				return
 			}
-			if kept && before > 0 && dials > before && attempt == 0 {
-				// The transport dialled again by itself.
-				w.Broken++
+			if err != nil {
+				if conn != nil && conn.used {
+					w.Broken++
+				}
+				hangUp()
+				w.failed(err)
+				continue
 			}
-			if err == nil {
-				w.Requests++
-				w.Servers[server]++
-				w.latencies = append(w.latencies, time.Since(tried))
-				answered = true
-				break
+			if conn.used = true; !kept {
+				hangUp()
 			}
-			if kept && before > 0 && dials == before {
-				w.Broken++
-			}
-			w.failed(err)
+			w.Requests++
+			w.Servers[server]++
+			w.latencies = append(w.latencies, time.Since(tried))
+			answered = true
+			break
 		}
 		end := time.Now()
 		if answered {
@@ -316,10 +321,23 @@ func (c *client) http(ctx context.Context, w *worker) {
 	}
 }
 
-// request makes one request and checks its answer.
-func (c *client) request(ctx context.Context, w *worker, t *http.Transport) (server string, err error) {
-	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
-	defer cancel()
+// attempt makes one request, on a connection of its own if there is none, and
+// checks the answer.
+func (c *client) attempt(ctx context.Context, w *worker, conn **connection) (server string, err error) {
+	deadline := time.Now().Add(c.Timeout)
+	if *conn == nil {
+		opened, err := c.dialer().DialContext(ctx, "tcp", c.Target.String())
+		if err != nil {
+			return "", err
+		}
+		*conn = &connection{Conn: opened, in: bufio.NewReader(opened)}
+	}
+	at := *conn
+	if err := at.SetDeadline(deadline); err != nil {
+		return "", err
+	}
+	stop := context.AfterFunc(ctx, func() { _ = at.SetDeadline(time.Now()) })
+	defer stop()
 	url := "http://" + c.Target.String() + "/"
 	method, body := http.MethodGet, io.Reader(nil)
 	switch c.Mode {
@@ -335,7 +353,11 @@ func (c *client) request(ctx context.Context, w *worker, t *http.Transport) (ser
 	if c.Mode == Upload {
 		r.ContentLength = c.Bytes
 	}
-	answer, err := t.RoundTrip(r)
+	r.Close = c.Mode != KeepAlive
+	if err := r.Write(at); err != nil {
+		return "", err
+	}
+	answer, err := http.ReadResponse(at.in, r)
 	if err != nil {
 		return "", err
 	}
@@ -366,7 +388,7 @@ func (c *client) request(ctx context.Context, w *worker, t *http.Transport) (ser
 		}
 		return u.Server, nil
 	}
-	text, err := io.ReadAll(io.LimitReader(answer.Body, 4096))
+	text, err := io.ReadAll(answer.Body)
 	return strings.TrimSpace(string(text)), err
 }
 
