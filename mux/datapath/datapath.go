@@ -362,10 +362,7 @@ func (d *Datapath) setSeed(seed flowhash.Seed) {
 // recover learns from adopted maps what ids are in use. Names come with the
 // next Replace.
 func (d *Datapath) recover() error {
-	bySlot, err := d.recoverSlots()
-	if err != nil {
-		return err
-	}
+	bySlot := d.recoverSlots()
 	var blocks []block
 	for _, e := range bySlot {
 		if e.table.size > 0 {

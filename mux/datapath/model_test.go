@@ -482,9 +482,10 @@ func (p *modelPacket) walked(frame []byte) bool {
 			return false
 		}
 		size := (int(frame[at+1]) + 1) * 8
-		if next == 51 {
+		switch next {
+		case 51:
 			size = (int(frame[at+1]) + 2) * 4
-		} else if next == 44 {
+		case 44:
 			size = 8
 		}
 		next, at = frame[at], at+size

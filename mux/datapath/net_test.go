@@ -5,7 +5,6 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"path/filepath"
 	"runtime"
 	"testing"
 
@@ -160,7 +159,7 @@ func pinDir(t testing.TB) string {
 			t.Errorf("clean up: %v", err)
 		}
 	})
-	return filepath.Join(dir)
+	return dir
 }
 
 func testConfig(dir string) Config {

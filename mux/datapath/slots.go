@@ -170,8 +170,9 @@ func (d *Datapath) endpointRecord(slot uint32) *endpointRecord {
 	return (*endpointRecord)(unsafe.Pointer(&d.endpointLines[slot/endpointsLine].Entry[slot%endpointsLine]))
 }
 
-// recoverSlots learns VIPs and endpoints from adopted tables.
-func (d *Datapath) recoverSlots() (bySlot map[uint32]*endpoint, err error) {
+// recoverSlots learns VIPs and endpoints from adopted tables. It returns the
+// endpoints by slot.
+func (d *Datapath) recoverSlots() map[uint32]*endpoint {
 	vips := map[uint64]*vip{} // by slot and family, as in an endpoint's key
 	add := func(addr netip.Addr, slot uint32, flags uint64) {
 		t := d.vipTable(addr)
@@ -199,7 +200,7 @@ func (d *Datapath) recoverSlots() (bySlot map[uint32]*endpoint, err error) {
 			add(wordsAddr(e.Addr, true), uint32(i*vips6PerLine+j), e.Flags)
 		}
 	}
-	bySlot = map[uint32]*endpoint{}
+	bySlot := map[uint32]*endpoint{}
 	for i := range d.endpointLines {
 		for j := range d.endpointLines[i].Entry {
 			slot := uint32(i*endpointsLine + j)
@@ -234,5 +235,5 @@ func (d *Datapath) recoverSlots() (bySlot map[uint32]*endpoint, err error) {
 			bySlot[slot] = e
 		}
 	}
-	return bySlot, nil
+	return bySlot
 }
