@@ -920,8 +920,9 @@ int inbound(struct xdp_md *ctx)
 	enum exit exit = take_in(ctx);
 
 	count_exit(exit);
+	/* Not XDP_TX: that a veth only takes if an XDP program is at its other end as well. */
 	if (exit == EXIT_IN_PROBE_ANSWERED)
-		return XDP_TX;
+		return bpf_redirect(ctx->ingress_ifindex, 0);
 	return exit <= EXIT_IN_DELIVERED_ICMP_ERROR ? XDP_PASS : XDP_DROP;
 }
 

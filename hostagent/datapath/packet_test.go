@@ -146,10 +146,10 @@ type step struct {
 }
 
 func (s step) verdict() int32 {
-	const xdpDrop, xdpPass, xdpTx, tcxDrop, tcxNext = 1, 2, 3, 2, -1
+	const xdpDrop, xdpPass, xdpRedirect, tcxDrop, tcxNext = 1, 2, 4, 2, -1
 	switch {
 	case s.exit == "in_probe_answered":
-		return xdpTx
+		return xdpRedirect
 	case s.program == "out" && s.exit == "out_failed":
 		return tcxDrop
 	case s.program == "out":
