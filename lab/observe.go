@@ -83,13 +83,11 @@ func (r *runner) observe(name string, args []string) (value, error) {
 			return value{}, err
 		}
 		dips, err := r.dips(n)
-		muxes := map[string]bool{}
+		total := 0.0
 		for _, d := range dips {
-			for _, m := range d.GetUnreachableFrom() {
-				muxes[m] = true
-			}
+			total += float64(len(d.GetUnreachableFrom()))
 		}
-		return number(float64(len(muxes)), err)
+		return number(total, err)
 	case "hops":
 		p, err := netip.ParsePrefix(args[1])
 		if err != nil {

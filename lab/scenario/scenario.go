@@ -130,7 +130,7 @@ func Usage() string {
 var Observations = map[string]int{
 	"state":      1, // of a mux or host by the manager, or of a DIP
 	"buckets":    1, // that lead to a DIP, over all VIPs
-	"unreached":  1, // muxes that, by the manager, get no answer through a DIP's tunnel
+	"unreached":  1, // muxes that get no answer through a DIP's tunnel, by the manager, over all DIPs of a node
 	"hops":       2, // next hops of a switch for a prefix
 	"sessions":   1, // established BGP sessions of a switch
 	"rx":         2, // packets that a node received from a neighbour
