@@ -316,13 +316,16 @@ func TestNamesAreComplete(t *testing.T) {
 	}
 }
 
+const nobodysPins = "/sys/fs/bpf/quartet-test-nobody"
+
 // TestOpenWithoutCapabilities runs this test again as nobody.
 func TestOpenWithoutCapabilities(t *testing.T) {
 	if os.Getuid() != 0 {
-		_, err := Open(testConfig("/sys/fs/bpf/quartet-test-nobody"))
+		_, err := Open(testConfig(nobodysPins))
 		fmt.Println(err)
 		return
 	}
+	t.Cleanup(func() { must(t, Detach(nobodysPins)) })
 	self := filepath.Join(t.TempDir(), "test")
 	program, err := os.ReadFile("/proc/self/exe")
 	must(t, err)
