@@ -440,7 +440,7 @@ func (n *Node) Unmute(name string) error {
 // family to an interface. Nothing else is touched.
 func (n *Node) Cut(from4, from6 netip.Addr, to string) error {
 	return n.Nft(fmt.Sprintf(`table inet %s {
-  chain tunnels { meta l4proto { ipip, ipv6 } drop; udp dport 6080 drop; }
+  chain tunnels { meta l4proto { 4, 41 } drop; udp dport 6080 drop; }
   chain forward { type filter hook forward priority -500;
     oifname "%[2]s" ip saddr %[3]s jump tunnels; oifname "%[2]s" ip6 saddr %[4]s jump tunnels; }
 }`, cutTable(from4, to), to, from4, from6))
