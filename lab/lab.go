@@ -299,7 +299,9 @@ func Up(ctx context.Context, o Options, out io.Writer) (*Lab, error) {
 			p.say("it failed: what each node said last is in %s", file)
 		}
 		p.say("taking down what there is")
-		return nil, errors.Join(fmt.Errorf("raise lab: %w", err), l.remove(), l.closed())
+		err = errors.Join(fmt.Errorf("raise lab: %w", err), l.remove())
+		l.Close()
+		return nil, err
 	}
 	if err := l.lock.Close(); err != nil {
 		return nil, err
@@ -307,8 +309,6 @@ func Up(ctx context.Context, o Options, out io.Writer) (*Lab, error) {
 	l.lock = nil
 	return l, nil
 }
-
-func (l *Lab) closed() error { l.Close(); return nil }
 
 // free makes sure that the lab takes nobody's names.
 func (l *Lab) free() error {

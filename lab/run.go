@@ -174,13 +174,13 @@ func (r *runner) bind() error {
 }
 
 // fill puts meanings in place of {name}s.
-func (r *runner) fill(text string) (string, error) {
+func (r *runner) fill(text string) string {
 	var b strings.Builder
 	for {
 		before, rest, found := strings.Cut(text, "{")
 		b.WriteString(before)
 		if !found {
-			return b.String(), nil
+			return b.String()
 		}
 		name, after, closed := strings.Cut(rest, "}")
 		v, known := r.vars[name]
@@ -201,10 +201,7 @@ func (r *runner) step(s scenario.Step) error {
 	}
 	args := make([]string, len(s.Args))
 	for i, a := range s.Args {
-		var err error
-		if args[i], err = r.fill(a); err != nil {
-			return err
-		}
+		args[i] = r.fill(a)
 	}
 	if s.Verb != "say" && s.Verb != "draw" && s.Verb != "show" && s.Verb != "paper" && s.Verb != "plot" && s.Verb != "remember" {
 		r.say("%s", s.Text)
@@ -364,7 +361,7 @@ func (r *runner) restore(ctx context.Context) error {
 	var errs []error
 	for name, b := range r.under {
 		errs = append(errs, b.cmd.Process.Kill())
-		<-b.end
+		_ = <-b.end // killed
 		delete(r.under, name)
 	}
 	r.ctx = ctx
@@ -407,10 +404,7 @@ func (r *runner) settled(ctx context.Context) error { return r.lab.ready(ctx, 30
 
 // show runs the quartet command as an operator would.
 func (r *runner) show(line string) error {
-	line, err := r.fill(line)
-	if err != nil {
-		return err
-	}
+	line = r.fill(line)
 	fmt.Fprintf(r.Out, "\n$ quartet %s\n", line)
 	return r.lab.Exec("manager", append([]string{"quartet"}, strings.Fields(line)...), func(c *exec.Cmd) {
 		c.Stdout, c.Stderr = r.Out, r.Out
@@ -418,11 +412,7 @@ func (r *runner) show(line string) error {
 }
 
 func (r *runner) apply(body string) error {
-	body, err := r.fill(body)
-	if err != nil {
-		return err
-	}
-	docs, err := object.Read([]byte(body))
+	docs, err := object.Read([]byte(r.fill(body)))
 	if err != nil {
 		return err
 	}
@@ -486,20 +476,16 @@ func (r *runner) drain(node string, undo bool) error {
 }
 
 // load reads the options of connect and start.
-func (r *runner) load(args []string, options map[string]string) ([]string, error) {
+func (r *runner) load(args []string, options map[string]string) []string {
 	flags := []string{"--target", args[4]}
 	defaults := map[string]string{"mode": "short", "parallel": "1", "timeout": "5s"}
 	for key, v := range options {
-		v, err := r.fill(v)
-		if err != nil {
-			return nil, err
-		}
-		defaults[key] = v
+		defaults[key] = r.fill(v)
 	}
 	for _, key := range sortedKeys(defaults) {
 		flags = append(flags, "--"+key, defaults[key])
 	}
-	return flags, nil
+	return flags
 }
 
 func (r *runner) begin(args []string, options map[string]string) error {
@@ -511,10 +497,7 @@ func (r *runner) begin(args []string, options map[string]string) error {
 	if err != nil {
 		return err
 	}
-	flags, err := r.load(args, options)
-	if err != nil {
-		return err
-	}
+	flags := r.load(args, options)
 	if n, _ := r.lab.Topology.Node(args[2]); n.Role == Client && options["sources"] == "" {
 		v4, v6 := ClientPrefixes(n.Index)
 		sources := v4
@@ -780,7 +763,7 @@ func (r *runner) bfd(interval string) error {
 func (r *runner) configure(label string, options map[string]string) error {
 	options = maps.Clone(options)
 	for k, v := range options {
-		options[k], _ = r.fill(v)
+		options[k] = r.fill(v)
 	}
 	changes, err := strconv.Atoi(options["changes"])
 	if err != nil || changes < 1 {
@@ -896,17 +879,11 @@ func (r *runner) term(t scenario.Term) (value, error) {
 	if t.Call {
 		args := make([]string, len(t.Args))
 		for i, a := range t.Args {
-			var err error
-			if args[i], err = r.fill(a); err != nil {
-				return value{}, err
-			}
+			args[i] = r.fill(a)
 		}
 		return r.observe(t.Name, args)
 	}
-	name, err := r.fill(t.Name)
-	if err != nil {
-		return value{}, err
-	}
+	name := r.fill(t.Name)
 	if f, err := strconv.ParseFloat(name, 64); err == nil {
 		return value{number: f}, nil
 	}

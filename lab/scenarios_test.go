@@ -27,16 +27,13 @@ func TestScenariosParse(t *testing.T) {
 		}
 		for _, step := range s.Steps {
 			for _, text := range append(step.Args, step.Body) {
-				filled, err := r.fill(text)
+				filled := r.fill(text)
 				// What is left of braces must be YAML's own, which hold a colon.
 				for _, part := range strings.Split(filled, "{")[1:] {
 					inside, _, _ := strings.Cut(part, "}")
 					if !strings.Contains(inside, ":") && inside != "" {
 						t.Errorf("%s:%d: {%s} stands for nothing", name, step.Line, inside)
 					}
-				}
-				if err != nil {
-					t.Errorf("%s:%d: %v", name, step.Line, err)
 				}
 			}
 		}
