@@ -14,8 +14,8 @@ func tunnel(n int) lb.Tunnel {
 	return lb.Tunnel{Dst: netip.AddrFrom4([4]byte{10, 1, byte(n >> 8), byte(n)})}
 }
 
-// fabric answers probes at once but for tunnels that are cut.
-type fabric struct {
+// world answers probes at once but for tunnels that are cut.
+type world struct {
 	t      *testing.T
 	m      *machine
 	now    time.Time
@@ -23,12 +23,12 @@ type fabric struct {
 	probes map[lb.Tunnel][]time.Time
 }
 
-func newFabric(t *testing.T, rate float64) *fabric {
-	return &fabric{t, newMachine(rate), time.Unix(1000, 0), map[lb.Tunnel]bool{}, map[lb.Tunnel][]time.Time{}}
+func newWorld(t *testing.T, rate float64) *world {
+	return &world{t, newMachine(rate), time.Unix(1000, 0), map[lb.Tunnel]bool{}, map[lb.Tunnel][]time.Time{}}
 }
 
 // run lets d go by and checks what holds at any time.
-func (f *fabric) run(d time.Duration) {
+func (f *world) run(d time.Duration) {
 	f.t.Helper()
 	for end := f.now.Add(d); f.now.Before(end); f.now = f.now.Add(tickEvery) {
 		probes := f.m.tick(f.now)
@@ -47,7 +47,7 @@ func (f *fabric) run(d time.Duration) {
 	}
 }
 
-func (f *fabric) want(tunnels ...lb.Tunnel) {
+func (f *world) want(tunnels ...lb.Tunnel) {
 	f.t.Helper()
 	if got := f.m.unreachable(); !slices.Equal(got, tunnels) {
 		f.t.Errorf("unreachable: %v; want %v", got, tunnels)
@@ -55,7 +55,7 @@ func (f *fabric) want(tunnels ...lb.Tunnel) {
 }
 
 func TestThreeMissesAndOneAnswer(t *testing.T) {
-	f := newFabric(t, 100)
+	f := newWorld(t, 100)
 	f.m.use(tunnel(1), 1)
 	f.m.use(tunnel(2), 1)
 	f.run(5 * time.Second)
@@ -85,7 +85,7 @@ func TestThreeMissesAndOneAnswer(t *testing.T) {
 
 // Two misses and an answer, over and over, are no partition.
 func TestLossIsNoPartition(t *testing.T) {
-	f := newFabric(t, 100)
+	f := newWorld(t, 100)
 	f.m.use(tunnel(1), 1)
 	for i := range 30 {
 		f.cut[tunnel(1)] = i%3 != 2
@@ -98,7 +98,7 @@ func TestLossIsNoPartition(t *testing.T) {
 
 // What an answer must be: to a probe under way, from the tunnel's own end.
 func TestAnswersThatSayNothing(t *testing.T) {
-	f := newFabric(t, 100)
+	f := newWorld(t, 100)
 	f.m.use(tunnel(1), 1)
 	f.cut[tunnel(1)] = true
 	for range 5 {
@@ -119,7 +119,7 @@ func TestAnswersThatSayNothing(t *testing.T) {
 // time of three probes.
 func TestRateIsShared(t *testing.T) {
 	const n, broken, rate = 2000, 500, 100
-	f := newFabric(t, rate)
+	f := newWorld(t, rate)
 	var want []lb.Tunnel
 	for i := range n {
 		f.m.use(tunnel(i), 1)
@@ -147,7 +147,7 @@ func TestRateIsShared(t *testing.T) {
 
 // A tunnel counts while an endpoint uses it, and forgets itself after.
 func TestUsers(t *testing.T) {
-	f := newFabric(t, 100)
+	f := newWorld(t, 100)
 	for i := range 3 {
 		f.m.use(tunnel(i), 2)
 		f.cut[tunnel(i)] = true
