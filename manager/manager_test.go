@@ -2,6 +2,7 @@ package manager
 
 import (
 	"errors"
+	"fmt"
 	"log/slog"
 	"maps"
 	"net/netip"
@@ -135,8 +136,8 @@ func TestChangeUndone(t *testing.T) {
 	result := m.results["web"]
 
 	tooLarge := func(b *batch) {
-		for range 100_001 {
-			b.txn.DeleteNode("x")
+		for i := range 100_001 {
+			b.txn.DeleteNode(fmt.Sprint(i))
 		}
 	}
 	huge := func(b *batch) error {
@@ -174,5 +175,37 @@ func TestChangeUndone(t *testing.T) {
 	}
 	if m.results["db"] == nil || m.set.Vip("db") == nil || m.generation != 3 {
 		t.Errorf("db was not made")
+	}
+}
+
+// Changes of the same objects that arrive together are made in their order.
+func TestSameObjectTwice(t *testing.T) {
+	m, s := newManager(t)
+	const pool = "{kind: VipPool, name: pool, prefixes: [203.0.113.0/24]}\n---\n"
+	const web = "{kind: Vip, name: web, addresses: [203.0.113.10], endpoints: [{protocol: TCP, port: 80, backends: [{dip: 10.0.0.1}]}]}\n---\n"
+	drain := func(undo bool) func(b *batch) error {
+		return func(b *batch) error {
+			_, err := b.drainDIP("10.0.0.1", "", undo)
+			return err
+		}
+	}
+	if errs := m.runAll(applying(t, pool+web)); errs[0] != nil {
+		t.Fatal(errs)
+	}
+	for i, err := range m.runAll(
+		applying(t, strings.Replace(web, "10.0.0.1", "10.0.0.2", 1)),
+		applying(t, strings.Replace(web, "10.0.0.1", "10.0.0.3", 1)),
+		drain(false), drain(true),
+	) {
+		if err != nil {
+			t.Errorf("change %d: %v", i, err)
+		}
+	}
+	st, err := s.Load(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := st.Vips["web"].GetVip().Endpoints[0].Backends[0].Dip; got != "10.0.0.3" || len(st.DrainedDIPs) != 0 {
+		t.Errorf("DIP %s, drained %v", got, st.DrainedDIPs)
 	}
 }

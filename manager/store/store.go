@@ -427,17 +427,31 @@ func readTime(value []byte) (time.Time, error) {
 	return t, err
 }
 
-// Txn is one transaction: all of it is written or none.
+// Txn is one transaction: all of it is written or none. Of two writes of one
+// key the later counts, as etcd takes only one.
 type Txn struct {
 	generation uint64
 	ops        []clientv3.Op
+	byKey      map[string]int // index into ops
 	bytes      int
 }
 
-func (t *Txn) put(key string, value []byte) {
-	t.ops = append(t.ops, clientv3.OpPut(key, string(value)))
-	t.bytes += len(key) + len(value)
+func (t *Txn) add(op clientv3.Op) {
+	key := string(op.KeyBytes())
+	t.bytes += len(key) + len(op.ValueBytes())
+	if i, ok := t.byKey[key]; ok {
+		t.bytes -= len(key) + len(t.ops[i].ValueBytes())
+		t.ops[i] = op
+		return
+	}
+	if t.byKey == nil {
+		t.byKey = map[string]int{}
+	}
+	t.byKey[key] = len(t.ops)
+	t.ops = append(t.ops, op)
 }
+
+func (t *Txn) put(key string, value []byte) { t.add(clientv3.OpPut(key, string(value))) }
 
 func (t *Txn) putMessage(key string, m proto.Message) {
 	// Only invalid UTF-8 can fail here, and no string gets this far with it.
@@ -448,10 +462,7 @@ func (t *Txn) putMessage(key string, m proto.Message) {
 	t.put(key, b)
 }
 
-func (t *Txn) delete(key string) {
-	t.ops = append(t.ops, clientv3.OpDelete(key))
-	t.bytes += len(key)
-}
+func (t *Txn) delete(key string) { t.add(clientv3.OpDelete(key)) }
 
 // Generation makes the transaction one that takes the generation before it to
 // generation; it fails if another has done so.

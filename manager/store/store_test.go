@@ -212,3 +212,25 @@ func TestBadDirectory(t *testing.T) {
 		})
 	}
 }
+
+// Changes that are committed together may touch a key more than once; etcd
+// refuses such a transaction, and the last one is meant.
+func TestKeyTwice(t *testing.T) {
+	s := open(t, t.TempDir())
+	defer s.Close()
+	var txn Txn
+	txn.Generation(1)
+	txn.PutNode(&quartetv1.NodeState{Name: "mux1", Version: "1"})
+	txn.PutNode(&quartetv1.NodeState{Name: "mux1", Version: "2"})
+	txn.DrainMux("mux1", time.Unix(1, 0))
+	txn.UndrainMux("mux1")
+	txn.DeletePool("a")
+	txn.PutPool(&quartetv1.VipPool{Name: "a"})
+	if err := s.Commit(&txn); err != nil {
+		t.Fatal(err)
+	}
+	st := load(t, s)
+	if st.Nodes["mux1"].GetVersion() != "2" || len(st.DrainedMuxes) != 0 || st.Pools["a"] == nil {
+		t.Errorf("%+v", st)
+	}
+}
