@@ -163,8 +163,16 @@ func (s *bfdSession) receive(p bfdPacket, now time.Time) (answer bfdPacket, send
 	if s.state == bfdInit || s.state == bfdUp {
 		s.deadline = now.Add(s.detection())
 	}
+	// The peer may ask for more packets than before, and counts on them from
+	// our answer on.
+	if next := now.Add(s.txInterval()); next.Before(s.nextTx) {
+		s.nextTx = next
+	}
 	return s.packet(true), p.poll
 }
+
+// txInterval is the time between packets without jitter, RFC 5880 section 6.8.7.
+func (s *bfdSession) txInterval() time.Duration { return max(s.desiredTx(), s.remoteRx) }
 
 // detection is how long the peer may be silent, RFC 5880 section 6.8.4.
 func (s *bfdSession) detection() time.Duration {
@@ -181,13 +189,12 @@ func (s *bfdSession) tick(now time.Time, jitter float64) (p bfdPacket, send bool
 	if now.Before(s.nextTx) || s.remoteRx == 0 {
 		return bfdPacket{}, false
 	}
-	every := max(s.desiredTx(), s.remoteRx)
 	// RFC 5880 section 6.8.7: 75 to 100 %, or to 90 % with a multiplier of 1.
 	share := 0.75 + 0.25*jitter
 	if s.multiplier == 1 {
 		share = 0.75 + 0.15*jitter
 	}
-	s.nextTx = now.Add(time.Duration(float64(every) * share))
+	s.nextTx = now.Add(time.Duration(float64(s.txInterval()) * share))
 	return s.packet(false), true
 }
 
@@ -223,7 +230,7 @@ type bfdPeer struct {
 }
 
 // startBFD starts sessions with the peers that have BFD configured. down is
-// called, on a goroutine of its own, when a session that was up goes down.
+// called, on a goroutine of its own, when a session was up and the peer falls silent.
 func startBFD(peers []Peer, log *slog.Logger, down func(netip.Addr)) (_ *bfdSpeaker, err error) {
 	s := &bfdSpeaker{log: log, down: down, listen: [2]int{-1, -1}, wakeup: [2]int{-1, -1}}
 	defer func() {
@@ -435,10 +442,11 @@ func (p *bfdPeer) send(packet bfdPacket) {
 	_ = unix.Sendto(p.socket, packet.marshal(), unix.MSG_DONTWAIT, bfdSockaddr(p.address, bfdPort))
 }
 
-// observe tells the rest of the process what has become of a session.
+// observe tells the rest of the process what has become of a session. A peer
+// that itself says it is down closes the BGP session itself.
 func (s *bfdSpeaker) observe(p *bfdPeer) {
 	up := p.session.state == bfdUp
-	if p.up.Swap(up) && !up {
+	if p.up.Swap(up) && !up && p.session.diag == bfdTimeExpired {
 		go s.down(p.address)
 	}
 }

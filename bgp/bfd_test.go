@@ -135,6 +135,26 @@ func TestBFDSlowerSide(t *testing.T) {
 	}
 }
 
+// A peer that asks for a shorter interval counts on it from our answer on.
+func TestBFDIntervalShortens(t *testing.T) {
+	w := newBFDWire(BFD{Interval: 5 * time.Millisecond, Multiplier: 3}, BFD{Interval: 50 * time.Millisecond, Multiplier: 3})
+	w.run(3 * time.Second)
+	if p, send := w.ends[0].tick(w.now.Add(50*time.Millisecond), 1); !send || p.state != bfdUp {
+		t.Fatalf("no packet is due: %+v", p)
+	}
+	w.now = w.now.Add(50 * time.Millisecond)
+	answer, send := w.ends[0].receive(bfdPacket{
+		state: bfdUp, poll: true, multiplier: 3, mine: 22, yours: 11,
+		desiredTx: 5 * time.Millisecond, requireRx: 5 * time.Millisecond,
+	}, w.now)
+	if !send || !answer.final {
+		t.Errorf("answer %+v, %v", answer, send)
+	}
+	if next := w.ends[0].nextTx.Sub(w.now); next > 5*time.Millisecond {
+		t.Errorf("the next packet is %s away", next)
+	}
+}
+
 func TestBFDForeignPackets(t *testing.T) {
 	fast := BFD{Interval: 5 * time.Millisecond, Multiplier: 3}
 	w := newBFDWire(fast, fast)
