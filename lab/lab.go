@@ -192,7 +192,8 @@ func (l *Lab) Close() {
 		n.Close()
 	}
 	if l.lock != nil {
-		l.lock.Close()
+		_ = unlock(l.lock, l.Name)
+		l.lock = nil
 	}
 }
 
@@ -224,21 +225,41 @@ func (l *Lab) save(ready bool) error {
 	return os.Rename(path+".new", path)
 }
 
-// lockFile is beside the lab's folder, which comes and goes.
+func lockFile(name string) string { return filepath.Join(stateRoot, name+".lock") }
+
+// lock makes the caller the only one to raise or take down the lab. The file
+// is beside the lab's folder, and goes with unlock.
 func lock(name string) (*os.File, error) {
 	if err := os.MkdirAll(stateRoot, 0o755); err != nil {
 		return nil, fmt.Errorf("make %s: %w", stateRoot, err)
 	}
-	f, err := os.OpenFile(filepath.Join(stateRoot, name+".lock"), os.O_CREATE|os.O_RDWR, 0o600)
-	if err != nil {
-		return nil, fmt.Errorf("lock the lab: %w", err)
-	}
-	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+	for {
+		f, err := os.OpenFile(lockFile(name), os.O_CREATE|os.O_RDWR, 0o600)
+		if err != nil {
+			return nil, fmt.Errorf("lock the lab: %w", err)
+		}
+		if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+			f.Close()
+			return nil, fmt.Errorf("lab %s is being raised or taken down by another process", name)
+		}
+		held, err := f.Stat()
+		if err != nil {
+			f.Close()
+			return nil, fmt.Errorf("lock the lab: %w", err)
+		}
+		// Its last holder may have removed it between the two calls.
+		if named, err := os.Stat(lockFile(name)); err == nil && os.SameFile(held, named) {
+			return f, nil
+		}
 		f.Close()
-		return nil, fmt.Errorf("lab %s is being raised or taken down by another process", name)
 	}
-	return f, nil
 }
+
+func unlock(f *os.File, name string) error {
+	return errors.Join(os.Remove(lockFile(name)), f.Close())
+}
+
+func diagnosisFile(name string) string { return filepath.Join(stateRoot, name+".diagnosis") }
 
 // progress writes lines with the time since it began.
 type progress struct {
@@ -295,7 +316,7 @@ func Up(ctx context.Context, o Options, out io.Writer) (*Lab, error) {
 	if err := l.raise(ctx, p); err != nil {
 		if ctx.Err() != nil {
 			err = errors.New("interrupted")
-		} else if file := filepath.Join(stateRoot, o.Name+".diagnosis"); os.WriteFile(file, []byte(l.Diagnose(ctx)), 0o644) == nil {
+		} else if file := diagnosisFile(o.Name); os.WriteFile(file, []byte(l.Diagnose(ctx)), 0o644) == nil {
 			p.say("it failed: what each node said last is in %s", file)
 		}
 		p.say("taking down what there is")
@@ -303,11 +324,9 @@ func Up(ctx context.Context, o Options, out io.Writer) (*Lab, error) {
 		l.Close()
 		return nil, err
 	}
-	if err := l.lock.Close(); err != nil {
-		return nil, err
-	}
+	err = unlock(l.lock, o.Name)
 	l.lock = nil
-	return l, nil
+	return l, err
 }
 
 // free makes sure that the lab takes nobody's names.
@@ -582,7 +601,7 @@ func poll(ctx context.Context, limit time.Duration, f func() error) error {
 // Down takes a lab away, whatever state it is in: its processes, namespaces,
 // pinned BPF objects and files, and nothing else. It is no error if there is
 // no such lab; the result says whether there was.
-func Down(name string, out io.Writer) (bool, error) {
+func Down(name string, out io.Writer) (there bool, err error) {
 	if !labName.MatchString(name) {
 		return false, fmt.Errorf("take lab down: name: %q is not a lab's name", name)
 	}
@@ -590,7 +609,7 @@ func Down(name string, out io.Writer) (bool, error) {
 	if err != nil {
 		return false, fmt.Errorf("take lab down: %w", err)
 	}
-	defer held.Close()
+	defer func() { err = errors.Join(err, unlock(held, name), tidy(name)) }()
 	s, err := load(name)
 	if errors.Is(err, fs.ErrNotExist) {
 		// A lab leaves its record first; without one there is only its folder.
@@ -632,6 +651,16 @@ func remove(name string, namespaces []string) (int, error) {
 	}
 	// The record goes last but one, and the folder with it.
 	return killed, os.RemoveAll(stateDir(name))
+}
+
+// tidy removes what is only there for labs in general, if this was the last.
+func tidy(name string) error {
+	if err := os.Remove(diagnosisFile(name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	// They stay while another lab has something in them.
+	_, _ = os.Remove(pinRoot), os.Remove(stateRoot)
+	return nil
 }
 
 // Labs lists the names of the labs that have left a record.

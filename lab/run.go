@@ -361,7 +361,9 @@ func (r *runner) restore(ctx context.Context) error {
 	var errs []error
 	for name, b := range r.under {
 		errs = append(errs, b.cmd.Process.Kill())
-		_ = <-b.end // killed
+		if <-b.end == nil {
+			r.say("load %s had ended", name)
+		}
 		delete(r.under, name)
 	}
 	r.ctx = ctx
