@@ -13,6 +13,7 @@ tools := $(CURDIR)/bin/tools
 say := @printf '\033[1m==>\033[0m %s\n'
 
 .PHONY: build demo test check generate bench lab-up lab-down clean help
+.PHONY: dev-packages
 
 build: ## compile the binaries into bin/
 	@tools/install.sh build
@@ -26,12 +27,13 @@ demo: ## install what is missing, build, raise the lab, break things, show what 
 	@bin/quartet lab run demo --keep
 
 test: ## install what is missing, then check and run every test
-	@tools/install.sh test
 	@$(MAKE) --no-print-directory check
-	$(say) "tests: packages, packets, then the lab from end to end"
-	@go test -timeout 20m -p 2 ./...
+	$(say) "tests: packages, packets, daemons with real routers (about five minutes)"
+	@go test -timeout 20m -p 2 $$(go list ./... | grep -v '/quartet/lab$$')
+	$(say) "tests: the lab from end to end, by itself (about five minutes)"
+	@go test -timeout 20m -v ./lab | tools/progress.sh
 
-check: $(tools)/golangci-lint ## formatting, lint, import rules, freshness of generated files
+check: dev-packages $(tools)/golangci-lint ## formatting, lint, import rules, freshness of generated files
 	$(say) "check: C and Go formatting, lint"
 	@clang-format-19 --dry-run --Werror $$(git ls-files '*.c' '*.h' ':!bpf/libbpf')
 	@$(tools)/golangci-lint run ./...
@@ -40,7 +42,7 @@ check: $(tools)/golangci-lint ## formatting, lint, import rules, freshness of ge
 	$(say) "check: generated files are fresh"
 	@tools/fresh.sh
 
-generate: $(tools)/buf ## regenerate the API code and the BPF objects (clang 19)
+generate: dev-packages $(tools)/buf ## regenerate the API code and the BPF objects (clang 19)
 	$(say) "generate: api"
 	@PATH=$(tools):$$PATH buf lint && PATH=$(tools):$$PATH buf generate
 	$(say) "generate: BPF objects"
@@ -64,12 +66,15 @@ clean: ## remove what was built (the lab is taken down first if it runs)
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-$(tools)/golangci-lint: tools/lint/go.sum
+dev-packages:
+	@tools/install.sh test
+
+$(tools)/golangci-lint: tools/lint/go.sum | dev-packages
 	$(say) "building golangci-lint (about three minutes, once)"
 	@mkdir -p $(tools) && cd tools/lint && go build -o $@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 	@touch $@
 
-$(tools)/buf: tools/go.sum
+$(tools)/buf: tools/go.sum | dev-packages
 	$(say) "building buf and the protobuf generators (about two minutes, once)"
 	@mkdir -p $(tools) && cd tools && go build -o $(tools)/ github.com/bufbuild/buf/cmd/buf \
 		google.golang.org/protobuf/cmd/protoc-gen-go connectrpc.com/connect/cmd/protoc-gen-connect-go

@@ -18,5 +18,5 @@ while IFS= read -r -d '' f; do
 		echo "stale: $f (run: make generate)" >&2
 		stale=1
 	fi
-done < <(cd "$copy" && find . \( -name '*.pb.go' -o -name '*.connect.go' -o -name '*_bpfel.go' -o -name '*_bpfel.o' \) -not -path './bin/*' -print0)
+done < <(cd "$copy" && find . \( -name '*.pb.go' -o -name '*.connect.go' -o -name '*_bpfel*.go' -o -name '*_bpfel*.o' \) -not -path './bin/*' -print0)
 exit $stale

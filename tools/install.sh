@@ -15,7 +15,8 @@ case "${1:-}" in
 	build) packages=(ca-certificates git make) ;;
 	lab) packages=(ca-certificates git make bird2 ethtool iproute2 nftables) ;;
 	test) packages=(ca-certificates git make bird2 ethtool iproute2 nftables
-		frr clang-19 clang-format-19 llvm-19 linux-libc-dev) ;;
+		frr clang-19 clang-format-19 llvm-19 linux-libc-dev
+		iputils-ping procps util-linux) ;;
 	*) die "unknown set \"${1:-}\": build, lab or test" ;;
 esac
 command -v apt-get >/dev/null || die "this is not Debian or Ubuntu (no apt-get): install ${packages[*]} and Go $go_version by hand"
