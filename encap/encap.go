@@ -307,11 +307,12 @@ func parse(p []byte) (header, error) {
 	return h, nil
 }
 
-// maxExtensions is how many extension headers the packet paths walk.
+// maxExtensions is how many extension headers the packet paths walk: one more
+// makes the packet invalid, unless it says that this is a later fragment.
 const maxExtensions = 6
 
 func (h *header) walkExtensions() error {
-	for range maxExtensions {
+	for range maxExtensions + 1 {
 		var size int
 		switch h.next {
 		case 0, 43, 60: // hop-by-hop, routing, destination options

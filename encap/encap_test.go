@@ -6,6 +6,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 
@@ -219,6 +220,27 @@ func TestDecapsulateRefuses(t *testing.T) {
 	} {
 		if _, _, _, err := Decapsulate(c.packet); err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: %v, want …%s…", c.name, err, c.want)
+		}
+	}
+}
+
+// As many IPv6 extension headers as the packet paths walk are read, on either
+// packet, and not one more.
+func TestExtensionHeaders(t *testing.T) {
+	for n := range maxExtensions + 2 {
+		inner := bytesOf(t, udp6)
+		if n > 0 {
+			inner[5] += byte(8 * n)
+			inner[6] = 60
+			inner = slices.Insert(inner, 40, bytesOf(t, strings.Repeat("3c00010400000000", n-1)+"1100010400000000")...)
+		}
+		out, _, _, err := Decapsulate(wrap(t, GUEPort, hex.EncodeToString(inner)))
+		if n > maxExtensions {
+			if err == nil || !strings.Contains(err.Error(), "too many IPv6 extension headers") {
+				t.Errorf("%d extension headers: %v", n, err)
+			}
+		} else if err != nil || !bytes.Equal(out, inner) {
+			t.Errorf("%d extension headers: %x, %v", n, out, err)
 		}
 	}
 }

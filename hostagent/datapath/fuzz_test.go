@@ -199,10 +199,10 @@ func (g traffic) l4(src, dst string) ip {
 			p.options = []byte{148, 4, 0, 0, 1, 1, 1, 1}
 		} else {
 			p.first = pick[uint8](g.Rand, 0, 60, 43, 51)
-			p.extensions = []byte{p.proto, 0, 1, 4, 0, 0, 0, 0}
-			if p.first == 51 {
-				p.extensions[1] = 0
+			for range pick(g.Rand, 0, 0, 0, 5, 6) { // six are the most
+				p.extensions = append(p.extensions, p.first, 0, 1, 4, 0, 0, 0, 0)
 			}
+			p.extensions = append(p.extensions, p.proto, 0, 1, 4, 0, 0, 0, 0)
 		}
 	}
 	return p

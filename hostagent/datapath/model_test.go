@@ -163,12 +163,9 @@ func (h *header) ipv6(b []byte) parsed {
 	length := 40 + int(be.Uint16(p[4:]))
 	h.six = true
 	h.src, h.dst = netip.AddrFrom16([16]byte(p[8:])), netip.AddrFrom16([16]byte(p[24:]))
-	h.length, h.tos = int(uint16(length)), p[0]<<4|p[1]>>4
+	h.length, h.tos = length, p[0]<<4|p[1]>>4
 	next, at := p[6], h.l3+40
 	for n := 0; next == 0 || next == 43 || next == 60 || next == 51 || next == 44; n++ {
-		if n > 6 {
-			return invalid
-		}
 		if at+8 > len(b) {
 			return truncated
 		}
@@ -190,6 +187,9 @@ func (h *header) ipv6(b []byte) parsed {
 		at += size
 		if h.later {
 			break
+		}
+		if n == 6 {
+			return invalid
 		}
 	}
 	h.proto, h.l4 = next, at

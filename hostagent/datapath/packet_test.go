@@ -432,6 +432,27 @@ func TestStrangeFrames(t *testing.T) {
 			// The inner packet is longer than the outer says.
 			short := ipip(f.mux, f.tunnel, inner[:len(inner)-4]).bytes()
 			drop(frame(append(short, inner[len(inner)-4:]...)), "in_truncated")
+			if f.tunnel.Is6() {
+				// A payload length that with its header exceeds 16 bits.
+				lying := gue1(f.mux, f.tunnel, inner).bytes()
+				be.PutUint16(lying[4:], 0xffff)
+				drop(frame(lying), "in_truncated")
+			}
+			// The most extension headers, and one more.
+			if addrPort(f.vip).Addr().Is6() {
+				chained := func(dst string, n int) ip {
+					p := tcpPacket(f.client, dst, ack, "data")
+					for i := range n {
+						next := uint8(60)
+						if i == n-1 {
+							next = p.proto
+						}
+						p.first, p.extensions = 60, append(p.extensions, next, 0, 1, 4, 0, 0, 0, 0)
+					}
+					return p
+				}
+				steps = append(steps, f.in(chained(f.vip, 6), "in_delivered", chained(f.dip, 6)), f.in(chained(f.vip, 7), "in_invalid"))
+			}
 			// Ethernet's padding behind the packet is carried along.
 			padded := append(frame(tunnelled), 0, 0, 0)
 			steps = append(steps, step{"in", padded, "in_delivered", append(frame(tcpPacket(f.client, f.dip, ack, "data").bytes()), 0, 0, 0)})
