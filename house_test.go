@@ -26,7 +26,8 @@ var layers = []struct {
 	{"pure cores", []string{"manager/compile", "manager/health", "manager/object"}, true},
 	{"adapters", []string{
 		"daemon", "certs", "nodelink", "bgp", "manager/store",
-		"mux/datapath", "hostagent/datapath", "hostagent/health", "hostagent/metering",
+		"mux/bench", "mux/datapath", "mux/reach",
+		"hostagent/datapath", "hostagent/health", "hostagent/metering",
 		"lab/fabric", "lab/xdppass", "lab/scenario", "lab/traffic",
 	}, true},
 	{"components", []string{"manager", "mux", "hostagent", "lab"}, false},
