@@ -12,13 +12,16 @@
 //   - Movement: no bucket moves but from a DIP that has more than its rounded
 //     share to one that has less. So with equal weights, removing a DIP moves
 //     only its buckets, and adding one moves only as many as it gets. With
-//     unequal weights the same is true unless rounding leaves no choice: a
-//     DIP whose share has passed a whole number may then have to take or give
-//     one bucket besides. No rule can avoid that (Balinski and Young's theorem
-//     on apportionment) without leaving the first guarantee.
+//     unequal weights the same is true unless rounding leaves no choice: when
+//     the shares of several DIPs pass a whole number at once, another may have
+//     to give the bucket that it was rounded up to, or to take one; none more
+//     than one. No rule can avoid that (Balinski and Young's theorem on
+//     apportionment) without leaving the first guarantee.
 //   - Return: a DIP that gets buckets gets those first whose previous DIP it
 //     is, the last moved before others.
 //   - Growth: a table grows by doubling, which moves no flow, and never shrinks.
+//     Shares are then rounded more finely, for which a DIP may give or take two
+//     of the smaller buckets.
 //
 // The result depends on the table before, the set of members and the
 // generation; the order of members doesn't matter.

@@ -472,6 +472,31 @@ func TestGrowthMovesNoFlow(t *testing.T) {
 	}
 }
 
+// Shares that were not whole numbers are rounded anew when the table grows, at
+// the cost of two buckets a DIP at most.
+func TestGrowthRoundsAnew(t *testing.T) {
+	most := 0
+	for n := 2; n < 64; n++ {
+		var ms []Member
+		for i := range n {
+			ms = append(ms, Member{dip(i), uint32(1 + i%7)})
+		}
+		small := New(ms, 1)
+		drained := slices.Clone(ms)
+		for i := 1000; len(small.Buckets) == len(New(drained, 1).Buckets); i++ {
+			drained = append(drained, Member{dip(i), 0})
+		}
+		large := small.Update(drained, 2)
+		was, is := small.Counts(), large.Counts()
+		for i := range ms {
+			most = max(most, is[i]-2*was[i], 2*was[i]-is[i])
+		}
+	}
+	if most == 0 || most > 2 {
+		t.Errorf("a DIP gave or took %d buckets, want 1 or 2 at most", most)
+	}
+}
+
 func TestDIPListedTwice(t *testing.T) {
 	ms := append(equal(1, 2), equal(1)...)
 	table := New(ms, 1)
@@ -520,6 +545,8 @@ func FuzzUnmarshal(f *testing.F) {
 	f.Add(New(equal(1, 2, 3), 1).Update(equal(2), 2).Marshal())
 	f.Add(New(equal(1, 2, 3), 1).Update(nil, 2).Marshal())
 	f.Add(Table{}.Marshal())
+	// Buckets without a generation.
+	f.Add([]byte{formatVersion, 0, 1, 4, 10, 0, 0, 1, 0, 80, 0, 0x80, 2, 0x80, 2, 0, 0, 0, 0, 0, 0, 0})
 	f.Fuzz(func(t *testing.T, data []byte) {
 		if len(data) < 4 {
 			return

@@ -141,6 +141,9 @@ func unmarshal(data []byte) (Table, error) {
 	if r.err == nil && (size == 0) != (len(t.DIPs) == 0) {
 		r.fail("%d buckets and %d DIPs", size, len(t.DIPs))
 	}
+	if r.err == nil && size > 0 && len(generations) == 0 {
+		r.fail("%d buckets and no generation", size)
+	}
 	if r.err == nil && (paused > 1 || paused == 1 && size == 0) {
 		r.fail("paused is %d with %d buckets", paused, size)
 	}

@@ -40,7 +40,9 @@
 // # Use of the bits
 //
 //	0..31   bucket: hash & (buckets − 1)
-//	32..63  connection table line and its fingerprint; a tunnel's source port
+//	12..39  connection table: fingerprint
+//	40..63  connection table: line
+//	32..63  a tunnel's entropy: source port, flow label
 package flowhash
 
 import (
