@@ -583,8 +583,9 @@ func (d *Datapath) Detach() error {
 var ours = regexp.MustCompile(`^(inbound|outbound)-[0-9]+$|^maps-[0-9a-f]{12}$`)
 
 // Detach takes the packet path that is pinned in pinDir off all interfaces and
-// removes all that is pinned: from then on this host answers for no VIP. A
-// directory that holds anything else is refused and left as it is.
+// removes all that is pinned: from then on this host answers for no VIP, also
+// if a daemon still runs. A directory that holds anything else is refused and
+// left as it is.
 func Detach(pinDir string) error {
 	var fs unix.Statfs_t
 	if err := unix.Statfs(pinDir, &fs); err != nil {
@@ -605,7 +606,13 @@ func Detach(pinDir string) error {
 	// In the order of their names: nothing comes in any more before replies are
 	// no longer translated.
 	for _, e := range entries {
-		if err := os.RemoveAll(filepath.Join(pinDir, e.Name())); err != nil {
+		path := filepath.Join(pinDir, e.Name())
+		if !e.IsDir() {
+			if err := detachLink(path); err != nil {
+				return fmt.Errorf("detach pinned %s: %w", e.Name(), err)
+			}
+		}
+		if err := os.RemoveAll(path); err != nil {
 			return fmt.Errorf("remove pinned %s: %w", e.Name(), err)
 		}
 	}
@@ -613,4 +620,17 @@ func Detach(pinDir string) error {
 		return fmt.Errorf("remove pin directory: %w", err)
 	}
 	return nil
+}
+
+// detachLink takes a pinned link's program off though a process may hold the
+// link.
+func detachLink(pin string) error {
+	l, err := link.LoadPinnedLink(pin, nil)
+	if err != nil {
+		return err
+	}
+	if x, ok := l.(interface{ Detach() error }); ok {
+		_ = x.Detach() // fails where the interface is gone
+	}
+	return l.Close()
 }

@@ -278,6 +278,25 @@ func TestUplinksChange(t *testing.T) {
 	}
 }
 
+// Detach takes effect though a daemon still runs and holds the links.
+func TestDetachWhileHeld(t *testing.T) {
+	l := newLab(t)
+	pins := testPinDir(t)
+	d := l.open(t, Config{PinDir: pins})
+	if n := l.attached(t, "eth0"); n != 2 {
+		t.Fatalf("%d programs on eth0, want 2", n)
+	}
+	if err := Detach(pins); err != nil {
+		t.Fatal(err)
+	}
+	if n := l.attached(t, "eth0"); n != 0 {
+		t.Errorf("%d programs are left on eth0", n)
+	}
+	if err := d.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestBadRules(t *testing.T) {
 	good := rule("10.1.3.11", lb.TCP, "203.0.113.10:80", "10.1.3.11", 8080)
 	d := loaded(t, loadConfig{Rules: 3}, good)
