@@ -148,6 +148,7 @@ func (m *Manager) timers(now time.Time) {
 	heard, lost := map[string]time.Time{}, map[string]bool{}
 	addresses := map[string][]netip.Addr{}
 	m.mu.Lock()
+	m.expireRules()
 	for r := range m.waiters {
 		if now.Sub(r.published) > 2*time.Minute {
 			delete(m.waiters, r)

@@ -6,7 +6,8 @@
 // under one generation, and then publishes. Reports of health go before
 // operators' changes. Each node's stream takes the difference between what it
 // was last sent and what is published whenever it is ready for it; so a slow
-// node gets fewer and larger deltas, and delays nobody.
+// node gets fewer and larger deltas. It delays nobody, but that muxes give host
+// agents a moment's start with rules.
 package manager
 
 import (
@@ -111,6 +112,14 @@ type Manager struct {
 	waiters    map[*rollout]bool
 	traces     map[string]trace // by id
 	traceID    uint64
+	// leading are the host agents that muxes wait for, with the generation that
+	// they must run first; leadTimer ends the wait. late are the streams of host
+	// agents that keep rules for muxes.
+	leading   map[string]uint64
+	leadTimer *time.Timer // nil: nobody is waited for
+	late      map[*stream]bool
+
+	agentsLead, rulesOutlast time.Duration // the constants, but in tests
 }
 
 // dipKey names a DIP behind one endpoint, as its check does.
@@ -143,7 +152,8 @@ func New(ctx context.Context, s *store.Store, cfg Config) (*Manager, error) {
 		drainedDIPs: st.DrainedDIPs, drainedMuxes: st.DrainedMuxes,
 		generation: st.Generation, results: map[string]*compile.Result{}, changed: map[string]uint64{},
 		byHost: map[netip.Addr]map[string]bool{}, drained: map[string]bool{}, nodes: map[string]*node{},
-		waiters: map[*rollout]bool{}, traces: map[string]trace{},
+		waiters: map[*rollout]bool{}, traces: map[string]trace{}, leading: map[string]uint64{}, late: map[*stream]bool{},
+		agentsLead: agentsLead, rulesOutlast: rulesOutlast,
 	}
 	var objects []object.Object
 	for _, p := range st.Pools {
@@ -495,6 +505,12 @@ func (b *batch) forget(changes map[string]compile.Change) {
 
 // publish makes a committed generation what nodes are to run.
 func (m *Manager) publish(b *batch, generation uint64, changes map[string]compile.Change) *rollout {
+	ruled := map[netip.Addr]bool{} // host agents that get rules
+	for _, c := range changes {
+		for _, a := range c.AddsRules() {
+			ruled[a] = true
+		}
+	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.generation = generation
@@ -543,6 +559,9 @@ func (m *Manager) publish(b *batch, generation uint64, changes map[string]compil
 			concerned = everyMux || b.muxes[n.name]
 		} else {
 			concerned = slices.ContainsFunc(n.addresses, func(a netip.Addr) bool { return hosts[a] })
+			if slices.ContainsFunc(n.addresses, func(a netip.Addr) bool { return ruled[a] }) {
+				m.lead(n, generation)
+			}
 		}
 		if concerned {
 			n.stream.behind(generation, changes)

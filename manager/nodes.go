@@ -29,6 +29,7 @@ type node struct {
 	lastSeen            time.Time
 	heard               time.Time // lastSeen, or when this manager began to listen
 	lost                bool      // silent for too long, and acted upon
+	tardy               bool      // muxes have waited for it in vain
 
 	// As last reported.
 	generation uint64
@@ -71,6 +72,9 @@ type stream struct {
 	// before is what the node was last sent of the VIPs that changed since.
 	before map[string]*compile.Result
 	traces []*quartetv1.TraceCommand
+	// late are rules that the host agent has, and is to lose once muxes do not
+	// need them.
+	late map[ruleKey]lateRule
 }
 
 // behind notes a generation that the node is to run.
@@ -171,6 +175,7 @@ func (m *Manager) connect(req *quartetv1.WatchRequest) (*node, *stream, error) {
 			return nil, nil, fmt.Errorf("%w: %s is connected as a %s", ErrPrecondition, n.name, n.role)
 		}
 		close(n.stream.closed)
+		delete(m.late, n.stream)
 	}
 	known := n.role == req.Role && n.version == req.Version && slices.Equal(n.addresses, addresses)
 	n.role, n.version, n.addresses = req.Role, req.Version, addresses
@@ -192,6 +197,9 @@ func (m *Manager) disconnect(n *node, s *stream) {
 		return
 	}
 	n.stream = nil
+	delete(m.late, s)
+	m.led(n.name, m.generation)
+	m.expireRules()
 	m.keepNode(n)
 	for r := range m.waiters {
 		r.gone(n.name)
@@ -225,7 +233,8 @@ func (m *Manager) next(n *node, s *stream) ([]*quartetv1.Update, error) {
 		out = append(out, &quartetv1.Update{Term: m.term, What: &quartetv1.Update_Trace{Trace: t}})
 	}
 	s.traces = nil
-	if !s.snapshot && s.sent == s.target {
+	due := m.dueRules(s)
+	if !s.snapshot && s.sent == s.target && len(due) == 0 || n.role == RoleMux && len(m.leading) > 0 {
 		m.mu.Unlock()
 		return out, nil
 	}
@@ -237,6 +246,8 @@ func (m *Manager) next(n *node, s *stream) ([]*quartetv1.Update, error) {
 	var results []*compile.Result
 	if whole {
 		results = m.resultsFor(n)
+		s.late = nil
+		delete(m.late, s)
 	} else {
 		for name, before := range s.before {
 			changes = append(changes, compile.Change{Before: before, After: m.results[name]})
@@ -268,6 +279,7 @@ func (m *Manager) next(n *node, s *stream) ([]*quartetv1.Update, error) {
 		}
 		d := &quartetv1.HostDelta{Base: base, Generation: generation}
 		compile.HostDelta(changes, addresses, d)
+		m.orderRules(n, s, d, due)
 		u.What = &quartetv1.Update_HostDelta{HostDelta: d}
 	}
 	m.metrics.updates.WithLabelValues(n.role, kind).Inc()
@@ -307,7 +319,18 @@ func (m *Manager) Report(ctx context.Context, req *quartetv1.ReportRequest) erro
 	back := n.lost
 	n.lost, n.lastSeen, n.heard, n.err, n.state = false, now, now, req.Error, req.State
 	if n.stream != nil {
+		if n.role == RoleMux && n.generation != req.Generation {
+			m.expireRules()
+		}
 		n.generation = req.Generation
+		if n.role == RoleHost {
+			n.tardy = n.tardy && n.generation < n.stream.target
+			if req.Error == "" {
+				m.led(n.name, req.Generation)
+			} else { // it can't run them, and muxes need not wait for that
+				m.led(n.name, m.generation)
+			}
+		}
 		for r := range m.waiters {
 			if r.ack(n.name, req.Generation, now) {
 				delete(m.waiters, r)

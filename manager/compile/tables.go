@@ -119,6 +119,51 @@ func (c Change) ConcernsHosts() []netip.Addr {
 	return out
 }
 
+// AddsRules are the addresses of the host agents that get rules which they did
+// not have like this.
+func (c Change) AddsRules() []netip.Addr {
+	if c.After == nil || c.Before != nil && c.Before.Vip == c.After.Vip {
+		return nil
+	}
+	before := map[rule]bool{}
+	if c.Before != nil {
+		c.Before.eachRule(func(_ netip.Addr, x rule) { before[x] = true })
+	}
+	var out []netip.Addr
+	c.After.eachRule(func(host netip.Addr, x rule) {
+		if !before[x] {
+			out = append(out, host)
+		}
+	})
+	slices.SortFunc(out, netip.Addr.Compare)
+	return slices.Compact(out)
+}
+
+// rule is a NatRule, and whose it is, in a form that compares.
+type rule struct {
+	host             string
+	tunnel, vip, dip netip.Addr
+	protocol         string
+	port, dipPort    uint32
+}
+
+func (r *Result) eachRule(f func(host netip.Addr, x rule)) {
+	for _, e := range r.Vip.Endpoints {
+		for _, b := range e.Backends {
+			host, err := netip.ParseAddr(b.Host)
+			if err != nil {
+				continue
+			}
+			for _, v := range r.Addresses {
+				vip, _ := netip.AddrFromSlice(v.Address)
+				if dip := object.BackendDIP(b, vip.Is6()); dip.IsValid() {
+					f(host, rule{b.Host, object.BackendTunnel(b, vip.Is6()), vip, dip, e.Protocol, e.Port, b.Port})
+				}
+			}
+		}
+	}
+}
+
 type ruleKey struct {
 	tunnel, vip    string
 	protocol, port uint32

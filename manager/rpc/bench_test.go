@@ -18,11 +18,15 @@ func median(all []float64) float64 {
 }
 
 // BenchmarkChange applies changes one after the other to a fabric of three muxes
-// over TLS: from the request to the last mux's acknowledgement.
+// and ten host agents over TLS: from the request to the last mux's acknowledgement.
+// Half of the changes give a host agent rules, which the muxes wait for.
 func BenchmarkChange(b *testing.B) {
 	f := newFabric(b, manager.Config{})
 	for i := range 3 {
 		f.watch("mux", fmt.Sprintf("mux%d", i+1), nil)
+	}
+	for i := range 10 {
+		f.watch("host", fmt.Sprintf("host%d", i+1), []string{fmt.Sprintf("10.0.10.%d", i+1)})
 	}
 	f.apply(pool)
 	var took []float64

@@ -12,6 +12,7 @@ import (
 	"maps"
 	"math/rand/v2"
 	"net/http"
+	"net/netip"
 	"slices"
 	"strings"
 	"testing"
@@ -26,6 +27,7 @@ import (
 	"github.com/quartet-lb/quartet/api/quartet/v1/quartetv1connect"
 	"github.com/quartet-lb/quartet/certs"
 	"github.com/quartet-lb/quartet/manager"
+	"github.com/quartet-lb/quartet/manager/compile"
 	"github.com/quartet-lb/quartet/manager/health"
 	"github.com/quartet-lb/quartet/manager/rpc"
 )
@@ -246,6 +248,7 @@ func TestDeltasEqualSnapshot(t *testing.T) {
 	f.apply(pool)
 	r := rand.New(rand.NewPCG(1, 2))
 	exists := map[string]bool{}
+	kind := map[string]string{"mux": "Mux", "host": "Host"}
 	for i := range 150 {
 		name := fmt.Sprintf("v%d", 1+r.IntN(4))
 		n := int(name[1] - '0')
@@ -279,7 +282,12 @@ func TestDeltasEqualSnapshot(t *testing.T) {
 		}
 		for _, n := range append(f.list("Mux", "mux1").Nodes, f.list("Host", "host1").Nodes...) {
 			w := map[string]*watcher{"mux1": mux, "host1": host}[n.Name]
-			until(t, "the deltas arrive", func() bool { return w.generation() == n.GenerationTarget })
+			until(t, "the deltas arrive", func() bool {
+				return w.generation() >= n.GenerationTarget && w.generation() == f.list(kind[n.Role], n.Name).Nodes[0].Generation
+			})
+			if w.role == "host" {
+				until(t, "the rules go that muxes needed", func() bool { return len(w.snapshot().Rules) == f.rules(hosts) })
+			}
 			have := w.snapshot()
 			w.stop()
 			w = f.watch(w.role, w.name, hosts)
@@ -293,6 +301,26 @@ func TestDeltasEqualSnapshot(t *testing.T) {
 			}
 		}
 	}
+}
+
+// rules is how many rules the VIPs give the host agent with these addresses.
+func (f *fabric) rules(addresses []string) int {
+	f.t.Helper()
+	var all []netip.Addr
+	for _, a := range addresses {
+		all = append(all, netip.MustParseAddr(a))
+	}
+	var results []*compile.Result
+	for _, v := range f.list("Vip", "").Vips {
+		r, err := compile.VIP(compile.Input{Vip: v.Vip, Drained: func(netip.Addr) bool { return false }})
+		if err != nil {
+			f.t.Fatal(err)
+		}
+		results = append(results, r)
+	}
+	var t quartetv1.HostTables
+	compile.HostSnapshot(results, all, &t)
+	return len(t.Rules)
 }
 
 // A mux that does not read its stream delays no other, and catches up with
