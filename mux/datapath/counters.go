@@ -3,6 +3,8 @@ package datapath
 import (
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 
 	"github.com/cilium/ebpf"
 
@@ -76,16 +78,17 @@ func (d *Datapath) readStats() (muxCpuStats, error) {
 
 // Counters returns a counter for each DIP of each endpoint, in no order.
 func (d *Datapath) Counters() ([]Counter, error) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.closed {
-		return nil, errors.New("the datapath is closed")
+	d.inUse.RLock()
+	defer d.inUse.RUnlock()
+	endpoints, end, err := d.servedEndpoints()
+	if err != nil {
+		return nil, err
 	}
 	cpus, err := ebpf.PossibleCPU()
 	if err != nil {
 		return nil, fmt.Errorf("read counters: %w", err)
 	}
-	sums := make([]muxDipCounters, d.dipIDs.next)
+	sums := make([]muxDipCounters, end)
 	const batch = 4096
 	keys := make([]uint32, batch)
 	values := make([]muxDipCounters, batch*cpus)
@@ -108,7 +111,7 @@ func (d *Datapath) Counters() ([]Counter, error) {
 		}
 	}
 	var out []Counter
-	for _, e := range d.endpoints {
+	for _, e := range endpoints {
 		for dip, id := range e.dips {
 			out = append(out, Counter{
 				Endpoint: e.Endpoint.Endpoint, VIPName: e.VIPName, Name: e.Name, Tenant: e.Tenant, DIP: dip,
@@ -117,6 +120,17 @@ func (d *Datapath) Counters() ([]Counter, error) {
 		}
 	}
 	return out, nil
+}
+
+// servedEndpoints lists the endpoints, none of which changes any more (one that
+// is put again is another), and where the DIP ids in use end.
+func (d *Datapath) servedEndpoints() ([]*endpoint, uint32, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.closed {
+		return nil, 0, errors.New("the datapath is closed")
+	}
+	return slices.Collect(maps.Values(d.endpoints)), d.dipIDs.next, nil
 }
 
 func (d *Datapath) clearCounters(id uint32) error {

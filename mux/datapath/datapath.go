@@ -36,7 +36,7 @@ import (
 const besideSuffix = "-beside"
 
 // layoutVersion changes with the meaning of any pinned map's contents.
-const layoutVersion = 1
+const layoutVersion = 2
 
 // fragmentLifetime is how long after its first fragment a packet's others are
 // let through: Linux's own limit, net.ipv4.ipfrag_time.
@@ -93,6 +93,12 @@ type Datapath struct {
 
 	// injectFailure makes a named step of apply fail, for tests.
 	injectFailure func(step string) error
+
+	// Taken before mu, which is held for short: a change waits for nobody who
+	// reads for long.
+	inUse    sync.RWMutex // held while maps and memory are read without mu; Close waits for it
+	sweeping sync.Mutex   // one Sweep at a time
+	tracing  sync.Mutex   // guards trace and traces
 
 	mu            sync.Mutex
 	closed        bool
@@ -390,7 +396,7 @@ func (d *Datapath) recover() error {
 		for _, entry := range d.flowLines[i].Entry {
 			if id := flowDIP(entry); id != 0 && !used[id] && int(id) < len(d.dipRecords) {
 				used[id] = true
-				d.dipIDs.retired = append(d.dipIDs.retired, id)
+				d.dipIDs.retire(id)
 			}
 		}
 	}
@@ -523,6 +529,8 @@ func (d *Datapath) Program() *ebpf.Program { return d.mux }
 
 // Close lets go of the datapath, which stays attached and goes on forwarding.
 func (d *Datapath) Close() error {
+	d.inUse.Lock()
+	defer d.inUse.Unlock()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.closed {
@@ -557,6 +565,12 @@ func (d *Datapath) Close() error {
 		return d.maps.Close()
 	}
 	return nil
+}
+
+func (d *Datapath) isClosed() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.closed
 }
 
 // Detach takes the program off all interfaces and removes everything pinned.

@@ -57,17 +57,48 @@ func (d *Datapath) readOffset(clock *ebpf.Program) error {
 // hourly: the entries' clock goes round in 9.8 hours, and an entry not looked
 // at for so long seems fresh.
 func (d *Datapath) Sweep(now time.Duration) FlowTable {
+	d.sweeping.Lock()
+	defer d.sweeping.Unlock()
+	d.inUse.RLock()
+	defer d.inUse.RUnlock()
+	if !d.collect() {
+		return FlowTable{}
+	}
+	// After it no packet inserts an entry for a DIP that is dead by now. It
+	// takes long, as the table does: changes don't wait for them.
+	graced := grace() == nil
+	t := d.sweepFlows(now)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if graced {
+		d.dipIDs.free = append(d.dipIDs.free, d.dipIDs.waiting.take()...)
+		d.buckets.settled()
+		for _, table := range []*slotTable{&d.vip4Table, &d.vip6Table, &d.endpointTable} {
+			table.settled()
+		}
+	}
+	d.lastSweep = t
+	return d.flowTable()
+}
+
+// collect takes up everything that waits for a grace period, or says that the
+// datapath is closed.
+func (d *Datapath) collect() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.closed {
-		return FlowTable{}
+		return false
 	}
-	return d.sweep(now)
+	d.dipIDs.waiting.collect()
+	d.buckets.waiting.collect()
+	for _, table := range []*slotTable{&d.vip4Table, &d.vip6Table, &d.endpointTable} {
+		table.dying.collect()
+	}
+	return true
 }
 
-func (d *Datapath) sweep(now time.Duration) FlowTable {
-	dead := len(d.dipIDs.retired)
-	graced := grace() == nil // after it no packet inserts an entry for a dead DIP
+// sweepFlows needs no lock: entries change by compare-and-swap.
+func (d *Datapath) sweepFlows(now time.Duration) FlowTable {
 	var t FlowTable
 	at := uint32((now+d.clockOffset)>>flowTimeUnitBits) & flowTimeMask
 	idle := [2]uint32{d.settings.IdleUntrusted, d.settings.IdleTrusted}
@@ -94,12 +125,7 @@ func (d *Datapath) sweep(now time.Duration) FlowTable {
 			}
 		}
 	}
-	if graced {
-		d.dipIDs.free = append(d.dipIDs.free, d.dipIDs.retired[:dead]...)
-		d.dipIDs.retired = append(d.dipIDs.retired[:0], d.dipIDs.retired[dead:]...)
-	}
-	d.lastSweep = t
-	return d.flowTable()
+	return t
 }
 
 // FlowTable returns the connection table's state, its numbers of entries as of

@@ -227,7 +227,7 @@ func (m *model) run(frame []byte) result {
 		if p.ttl <= 1 {
 			return dropped("answer_forbidden", frame)
 		}
-		choice, ok := m.fragments[modelFragment{p.src, p.dst, p.id, p.protocol}]
+		choice, ok := m.fragments[p.fragment()]
 		if !ok {
 			return dropped("unknown_fragment", frame)
 		}
@@ -247,6 +247,15 @@ func (m *model) run(frame []byte) result {
 		return dropped("nested_tunnel", frame)
 	}
 	return dropped("unsupported_protocol", frame)
+}
+
+// fragment is what all fragments of a packet have in common: for IPv6 without
+// the protocol (RFC 8200 section 4.5).
+func (p *modelPacket) fragment() modelFragment {
+	if p.v6 {
+		return modelFragment{p.src, p.dst, p.id, 0}
+	}
+	return modelFragment{p.src, p.dst, p.id, p.protocol}
 }
 
 func dropped(exit string, frame []byte) result { return result{exit: exit, verdict: 1, out: frame} }
@@ -294,7 +303,7 @@ func (m *model) toEndpoint(p *modelPacket) result {
 		return dropped("no_dip", p.frame)
 	}
 	if p.first {
-		m.fragments[modelFragment{p.src, p.dst, p.id, p.protocol}] = choice
+		m.fragments[p.fragment()] = choice
 	}
 	return m.forward(p, choice, false)
 }

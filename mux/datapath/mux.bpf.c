@@ -430,6 +430,14 @@ INLINE __u32 spread(__u64 key)
 	return key * 0x9e3779b97f4a7c15ULL >> 40;
 }
 
+/* Addresses differ in their last bytes mostly, low's top ones: they are folded
+ * down, for products carry upwards only. */
+INLINE __u32 spread_addr(__u64 high, __u64 low)
+{
+	__u64 key = high ^ low * 0xc2b2ae3d27d4eb4fULL;
+	return spread(key ^ key >> 32);
+}
+
 /* What the packet's stages know of its VIP. */
 struct vip {
 	__u32 slot;
@@ -462,7 +470,7 @@ INLINE __u64 probe_vip4(__be32 addr, __u32 from, __u32 to)
 INLINE __u64 probe_vip6(const __be32 addr[4], __u32 from, __u32 to)
 {
 	__u64 high = addr[0] | (__u64)addr[1] << 32, low = addr[2] | (__u64)addr[3] << 32;
-	__u32 first = spread(high ^ low * 0xc2b2ae3d27d4eb4fULL);
+	__u32 first = spread_addr(high, low);
 	for (__u32 i = from; i < to; i++) {
 		__u32 at = (first + i) & vip6_line_mask;
 		struct vip6_line *line = bpf_map_lookup_elem(&vips6, &at);
@@ -812,7 +820,10 @@ INLINE void fragment_key(const struct packet *p, struct fragment_key *key)
 	__builtin_memcpy(key->src, p->src, sizeof(key->src));
 	__builtin_memcpy(key->dst, p->dst, sizeof(key->dst));
 	key->id = p->fragment_id;
-	key->protocol = p->l4_proto;
+	/* IPv6's later fragments name the header behind the fragment header, which
+	 * need not be the upper layer's; ids are for a pair of addresses (RFC 8200
+	 * section 4.5). */
+	key->protocol = is6(p) ? 0 : p->l4_proto;
 }
 
 INLINE enum exit follow_first_fragment(struct run *run, const struct packet *p,
@@ -821,7 +832,8 @@ INLINE enum exit follow_first_fragment(struct run *run, const struct packet *p,
 	struct fragment_key key;
 	fragment_key(p, &key);
 	struct fragment *first = bpf_map_lookup_elem(&fragments, &key);
-	if (!first || run->now - first->time > run->settings->fragment_lifetime)
+	/* Signed: another CPU may have seen the next tick. */
+	if (!first || (__s64)(run->now - first->time) > (__s64)run->settings->fragment_lifetime)
 		return EXIT_UNKNOWN_FRAGMENT;
 	choice->id = first->dip;
 	choice->dip = find_dip(first->dip, first->endpoint);

@@ -328,6 +328,10 @@ func TestPackets(t *testing.T) {
 		{"IPv6 later fragment first", packet(with6(), udp(), to(vip6, 53), func(s *spec) { s.extensions, s.id, s.offset, s.raw = []uint8{44}, 9, 16, make([]byte, 16) }), "unknown_fragment"},
 		{"IPv6 first fragment", packet(with6(), udp(), to(vip6, 53), func(s *spec) { s.extensions, s.id, s.more = []uint8{60, 44}, 9, true }), "tx"},
 		{"IPv6 later fragment", packet(with6(), udp(), to(vip6, 53), func(s *spec) { s.extensions, s.id, s.offset, s.raw = []uint8{44}, 9, 16, make([]byte, 16) }), "tx"},
+		{"IPv6 first fragment, options behind the fragment header", packet(with6(), udp(), to(vip6, 53), func(s *spec) { s.extensions, s.id, s.more = []uint8{44, 60}, 10, true }), "tx"},
+		{"IPv6 later fragment that names the options", packet(with6(), to(vip6, 53), func(s *spec) {
+			s.protocol, s.extensions, s.id, s.offset, s.raw = 60, []uint8{44}, 10, 24, make([]byte, 16)
+		}), "tx"},
 		{"first fragment of an echo request", icmpPacket(false, 8, 0, 1, make([]byte, 16), noDF, func(s *spec) { s.more = true }), "unsupported_icmp"},
 		{"IP in IP to a VIP", packet(func(s *spec) { s.protocol, s.raw = layers.IPProtocolIPv4, packet()[14:] }), "nested_tunnel"},
 		{"IPv6 in IPv6 to a VIP", packet(with6(), func(s *spec) { s.protocol, s.raw = layers.IPProtocolIPv6, packet(with6())[14:] }), "nested_tunnel"},

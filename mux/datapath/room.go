@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math/bits"
+	"slices"
 
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
@@ -21,13 +22,63 @@ const (
 // membarrierGlobal is MEMBARRIER_CMD_GLOBAL of linux/membarrier.h.
 const membarrierGlobal = 1
 
-// grace returns when every packet that was under way has left the program:
-// MEMBARRIER_CMD_GLOBAL is the kernel's synchronize_rcu.
-func grace() error {
+// membarrier is the kernel's synchronize_rcu. A variable, for tests.
+var membarrier = func() error {
 	if _, _, errno := unix.Syscall(unix.SYS_MEMBARRIER, membarrierGlobal, 0, 0); errno != 0 {
-		return fmt.Errorf("membarrier: %w", errno)
+		return errno
 	}
 	return nil
+}
+
+// grace returns when every packet that was under way has left the program. It
+// takes milliseconds. A variable, for tests.
+var grace = func() error {
+	err := membarrier()
+	if errors.Is(err, unix.EINVAL) { // some CPUs are nohz_full
+		err = putMapInMap()
+	}
+	if err != nil {
+		return fmt.Errorf("wait for packets under way: %w", err)
+	}
+	return nil
+}
+
+// putMapInMap changes a map of maps, which returns to its caller only after
+// the kernel's synchronize_rcu.
+func putMapInMap() error {
+	inner := &ebpf.MapSpec{Type: ebpf.Array, KeySize: 4, ValueSize: 4, MaxEntries: 1}
+	outer, err := ebpf.NewMap(&ebpf.MapSpec{Type: ebpf.ArrayOfMaps, KeySize: 4, ValueSize: 4, MaxEntries: 1, InnerMap: inner})
+	if err != nil {
+		return err
+	}
+	defer outer.Close()
+	m, err := ebpf.NewMap(inner)
+	if err != nil {
+		return err
+	}
+	defer m.Close()
+	return outer.Put(uint32(0), m)
+}
+
+// waiting is what packets under way may still have in hand. What collect takes
+// up is free after a grace period that begins later.
+type waiting[T any] struct {
+	fresh     []T
+	collected []T
+}
+
+func (w *waiting[T]) add(v T)  { w.fresh = append(w.fresh, v) }
+func (w *waiting[T]) len() int { return len(w.fresh) + len(w.collected) }
+func (w *waiting[T]) collect() {
+	w.collected = append(w.collected, w.fresh...)
+	w.fresh = w.fresh[:0]
+}
+
+// take empties what was collected.
+func (w *waiting[T]) take() []T {
+	taken := w.collected
+	w.collected = nil
+	return taken
 }
 
 // ids hands out DIP ids, 1..end-1. A retired id may still be in a packet's
@@ -36,7 +87,7 @@ type ids struct {
 	next    uint32 // never used yet, and all above it
 	end     uint32
 	free    []uint32
-	retired []uint32
+	waiting waiting[uint32]
 }
 
 func (p *ids) take(d *Datapath) (uint32, error) {
@@ -49,8 +100,13 @@ func (p *ids) take(d *Datapath) (uint32, error) {
 		p.next++
 		return p.next - 1, nil
 	}
-	if len(p.retired) > 0 {
-		d.sweep(Monotonic())
+	if p.waiting.len() > 0 {
+		p.waiting.collect()
+		if err := grace(); err != nil {
+			return 0, err
+		}
+		d.sweepFlows(Monotonic())
+		p.free = append(p.free, p.waiting.take()...)
 	}
 	if len(p.free) == 0 {
 		return 0, fmt.Errorf("the mux is full: %d DIPs", p.end-1)
@@ -59,7 +115,7 @@ func (p *ids) take(d *Datapath) (uint32, error) {
 }
 
 func (p *ids) giveBack(id uint32) { p.free = append(p.free, id) }
-func (p *ids) retire(id uint32)   { p.retired = append(p.retired, id) }
+func (p *ids) retire(id uint32)   { p.waiting.add(id) }
 
 // use marks the ids in use that a pinned datapath has; the rest is free.
 func (p *ids) use(first uint32, used map[uint32]bool) {
@@ -84,7 +140,7 @@ type block struct {
 type bucketSpace struct {
 	chunks  [][]muxBucketLine // memory-mapped
 	free    [15]map[uint32]struct{}
-	retired []block
+	waiting waiting[block]
 }
 
 func order(size uint32) int { return bits.Len32(size) - 1 }
@@ -127,17 +183,16 @@ func (b *bucketSpace) find(size uint32) (block, bool) {
 	return block{}, false
 }
 
-func (b *bucketSpace) take(d *Datapath, lines int) (block, error) {
-	size := uint32(lines)
+func (b *bucketSpace) take(d *Datapath, size uint32) (block, error) {
 	if bl, ok := b.find(size); ok {
 		return bl, nil
 	}
 	// Rather wait for packets in flight than grow by more than a chunk's worth.
-	var waiting uint32
-	for _, r := range b.retired {
-		waiting += r.size
+	var lines uint32
+	for _, r := range slices.Concat(b.waiting.fresh, b.waiting.collected) {
+		lines += r.size
 	}
-	if waiting >= linesPerChunk {
+	if lines >= linesPerChunk {
 		if err := b.recycle(); err != nil {
 			return block{}, err
 		}
@@ -153,17 +208,19 @@ func (b *bucketSpace) take(d *Datapath, lines int) (block, error) {
 }
 
 func (b *bucketSpace) recycle() error {
-	if len(b.retired) == 0 {
-		return nil
-	}
+	b.waiting.collect()
 	if err := grace(); err != nil {
 		return err
 	}
-	for _, r := range b.retired {
-		b.put(r)
-	}
-	b.retired = b.retired[:0]
+	b.settled()
 	return nil
+}
+
+// settled frees what was collected: a grace period is over.
+func (b *bucketSpace) settled() {
+	for _, bl := range b.waiting.take() {
+		b.put(bl)
+	}
 }
 
 func (b *bucketSpace) grow(d *Datapath) error {
@@ -191,7 +248,7 @@ func (b *bucketSpace) grow(d *Datapath) error {
 
 func (b *bucketSpace) release(bl block) {
 	if bl.size > 0 {
-		b.retired = append(b.retired, bl)
+		b.waiting.add(bl)
 	}
 }
 

@@ -49,7 +49,7 @@ type slotTable struct {
 	state   []slotState
 	used    int
 	max     int
-	dying   []uint32
+	dying   waiting[uint32]
 }
 
 func newSlotTable(what string, max int, perLine, probe uint32) slotTable {
@@ -94,14 +94,19 @@ func (t *slotTable) reserve(hash uint32) (uint32, error) {
 
 // settle waits until no packet has a deleted slot in hand.
 func (t *slotTable) settle() error {
+	t.dying.collect()
 	if err := grace(); err != nil {
 		return err
 	}
-	for _, slot := range t.dying {
+	t.settled()
+	return nil
+}
+
+// settled marks what was collected: a grace period is over.
+func (t *slotTable) settled() {
+	for _, slot := range t.dying.take() {
 		t.state[slot] = slotDeleted
 	}
-	t.dying = t.dying[:0]
-	return nil
 }
 
 // cancel undoes reserve; nothing was written.
@@ -112,7 +117,7 @@ func (t *slotTable) cancel(slot uint32) {
 
 func (t *slotTable) remove(slot uint32) {
 	t.state[slot] = slotDying
-	t.dying = append(t.dying, slot)
+	t.dying.add(slot)
 	t.used--
 }
 
@@ -123,8 +128,13 @@ func vipHash(addr netip.Addr) uint32 {
 	if addr.Is4() {
 		return spread(uint64(w[0]))
 	}
+	return addrHash(w)
+}
+
+func addrHash(w [4]uint32) uint32 {
 	high, low := uint64(w[0])|uint64(w[1])<<32, uint64(w[2])|uint64(w[3])<<32
-	return spread(high ^ low*0xc2b2ae3d27d4eb4f)
+	key := high ^ low*0xc2b2ae3d27d4eb4f
+	return spread(key ^ key>>32)
 }
 
 func endpointKey(v *vip, e lb.Endpoint) uint64 {

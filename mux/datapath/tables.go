@@ -426,7 +426,7 @@ func (d *Datapath) stage(c *change, in *Endpoint, v *vip) (staged, error) {
 	}
 
 	if len(in.Buckets) > 0 {
-		lines := max(1, len(in.Buckets)/bucketsPerLine)
+		lines := max(1, uint32(len(in.Buckets)/bucketsPerLine))
 		var table block
 		if err := c.try("make room for buckets", func() (err error) {
 			table, err = d.buckets.take(d, lines)
@@ -490,11 +490,13 @@ func (d *Datapath) writeDIP(id, endpointSlot uint32, dip lb.DIP) {
 	if dip.Addr.Is6() {
 		r.Addr6 = 1
 	}
-	for _, w := range r.Tunnel {
-		r.Slot = r.Slot*31 ^ uint16(w) ^ uint16(w>>16)*7
-	}
-	r.Slot %= nextHopSlots
+	r.Slot = nextHopSlot(r.Tunnel)
 	storeUint32(&r.Endpoint, endpointSlot+1)
+}
+
+// nextHopSlot is the line of the next-hop cache that a tunnel's end has.
+func nextHopSlot(dst [4]uint32) uint16 {
+	return uint16(addrHash(dst) % nextHopSlots)
 }
 
 func (d *Datapath) readDIP(r *muxDip) lb.DIP {

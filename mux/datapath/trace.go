@@ -37,8 +37,10 @@ type Trace struct {
 // Trace runs the packet path on a frame as if it came in by the interface. It
 // changes no table and counts nothing.
 func (d *Datapath) Trace(frame []byte, ifindex int) (Trace, error) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
+	d.inUse.RLock()
+	defer d.inUse.RUnlock()
+	d.tracing.Lock()
+	defer d.tracing.Unlock()
 	t, err := d.runTrace(frame, ifindex)
 	if err != nil {
 		return t, fmt.Errorf("trace packet: %w", err)
@@ -47,7 +49,7 @@ func (d *Datapath) Trace(frame []byte, ifindex int) (Trace, error) {
 }
 
 func (d *Datapath) runTrace(frame []byte, ifindex int) (Trace, error) {
-	if d.closed {
+	if d.isClosed() {
 		return Trace{}, errors.New("the datapath is closed")
 	}
 	if len(frame) < 14 {
@@ -68,6 +70,8 @@ func (d *Datapath) runTrace(frame []byte, ifindex int) (Trace, error) {
 		return Trace{}, err
 	}
 	r := d.traces[0]
+	d.mu.Lock()
+	defer d.mu.Unlock()
 	t := Trace{
 		Exit:      d.exitNames[r.Exit],
 		Verdict:   verdictNames[code],
