@@ -2,17 +2,20 @@ package mux
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net/netip"
 	"os"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 
 	"google.golang.org/protobuf/proto"
 
 	quartetv1 "github.com/quartet-lb/quartet/api/quartet/v1"
+	"github.com/quartet-lb/quartet/bgp"
 	"github.com/quartet-lb/quartet/daemon"
 	"github.com/quartet-lb/quartet/lab/fabric"
 	"github.com/quartet-lb/quartet/lb"
@@ -169,5 +172,41 @@ func TestBuildFrameRefuses(t *testing.T) {
 		if _, _, err := buildFrame(p, nil); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("error %v, want %q", err, want)
 		}
+	}
+}
+
+// refusing is a speaker that does not take the first routes.
+type refusing struct {
+	bgp.Speaker
+	a     *announcer
+	shown []int // announced prefixes at each call
+}
+
+func (r *refusing) Set(_ context.Context, routes []bgp.Route) error {
+	_, announced := r.a.status()
+	if r.shown = append(r.shown, len(announced)); len(r.shown) == 1 {
+		return errors.New("busy")
+	}
+	return nil
+}
+
+// Routes that the speaker refuses are told again, and are not shown as announced
+// before it has taken them.
+func TestRefusedRoutesAreToldAgain(t *testing.T) {
+	a, err := newAnnouncer(t.Context(), nil, slog.New(slog.DiscardHandler))
+	must(t, err)
+	speaker := &refusing{a: a}
+	a.speaker = speaker
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	go func() { a.run(ctx); close(ended) }()
+	a.set([]netip.Prefix{netip.MustParsePrefix("203.0.113.0/24")}, false)
+	if !a.withdrawn(t.Context()) {
+		t.Error("not settled")
+	}
+	cancel()
+	<-ended
+	if _, announced := a.status(); !slices.Equal(speaker.shown, []int{0, 0}) || len(announced) != 1 {
+		t.Errorf("shown as announced: %v, then %v", speaker.shown, announced)
 	}
 }

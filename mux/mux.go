@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"maps"
 	"net/netip"
+	"path/filepath"
 	"slices"
 	"sync"
 	"time"
@@ -55,6 +56,12 @@ const (
 	observeEvery = 250 * time.Millisecond
 	countEvery   = time.Second
 	quietFor     = time.Second
+	// managerFirst is how long a mux that starts looks for a manager before it
+	// announces by the last good tables: those may lack a VIP by now, and its
+	// packets would be lost until the manager's tables come.
+	managerFirst = 3 * time.Second
+	// retryEvery is how often routes are told again that the speaker refused.
+	retryEvery = time.Second
 )
 
 // mux is a running mux. It is the link's handler.
@@ -65,7 +72,8 @@ type mux struct {
 	prober *reach.Prober
 	routes *announcer
 	link   *nodelink.Link[*quartetv1.MuxTables, *quartetv1.MuxDelta]
-	// adopted: the packet path of an earlier process was found, with its tables.
+	// adopted: the packet path of an earlier process, of whatever version, was
+	// found on an interface.
 	adopted bool
 
 	mu        sync.Mutex
@@ -98,6 +106,8 @@ func Run(ctx context.Context, c Config) error {
 	if m.routes, err = newAnnouncer(ctx, c.BGP, c.Log); err != nil {
 		return err
 	}
+	links, _ := filepath.Glob(filepath.Join(c.Datapath.PinDir, "links", "*")) // the pattern is good
+	m.adopted = len(links) > 0
 	if m.data, err = datapath.Open(c.Datapath); err != nil {
 		closing, cancel := context.WithTimeout(ctx, time.Second)
 		defer cancel()
@@ -109,7 +119,6 @@ func Run(ctx context.Context, c Config) error {
 			m.log.Warn("close packet path", "error", err)
 		}
 	}()
-	m.adopted = len(m.data.Endpoints()) > 0
 	c.Metrics.MustRegister(&collector{m})
 
 	// The link and the announcer outlive ctx: they are needed to drain.
@@ -157,13 +166,35 @@ func (m *mux) ApplySnapshot(_ context.Context, t *quartetv1.MuxTables, from node
 	}
 	// Tables from a file are announced only if the packet path ran them all the
 	// while: after a reboot they may be old, and the manager decides.
-	if from == nodelink.FromManager || m.adopted {
-		m.complete = true
-		m.config.Ready.Met(ReadyTables)
+	switch {
+	case from == nodelink.FromManager:
+		m.serve()
+	case m.adopted:
+		m.config.Ready.Missing(ReadyTables, "the last good ones run; a manager is looked for")
+		time.AfterFunc(managerFirst, m.trustFile)
 	}
 	m.announced = t.Announce
 	m.setRoutes(announce, t.Drain)
 	return nil
+}
+
+// serve notes that complete tables run which may be announced. The caller has mu.
+func (m *mux) serve() {
+	m.complete = true
+	m.config.Ready.Met(ReadyTables)
+}
+
+// trustFile announces by the last good tables if no manager has sent others.
+func (m *mux) trustFile() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.complete || m.stopping {
+		return
+	}
+	m.log.Warn("no manager has sent tables: the last good ones are announced", "after", managerFirst)
+	m.serve()
+	m.setRoutes(m.announce, m.drain)
+	m.link.Notify()
 }
 
 // ApplyDelta implements nodelink.Handler.
@@ -419,11 +450,13 @@ func (a *announcer) set(prefixes []netip.Prefix, drain bool) {
 }
 
 func (a *announcer) run(ctx context.Context) {
+	var retry <-chan time.Time // nil: the speaker has taken the last routes
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-a.changed:
+		case <-retry:
 		}
 		a.mu.Lock()
 		want, drain, announced := a.want, a.drain, a.announced
@@ -443,7 +476,11 @@ func (a *announcer) run(ctx context.Context) {
 		if drain {
 			want = nil
 		}
-		a.tell(ctx, want)
+		if !a.tell(ctx, want) {
+			retry = time.After(retryEvery)
+			continue
+		}
+		retry = nil
 		a.mu.Lock()
 		a.announced = want
 		if len(a.changed) == 0 {
@@ -457,9 +494,10 @@ func (a *announcer) run(ctx context.Context) {
 	}
 }
 
-func (a *announcer) tell(ctx context.Context, prefixes []netip.Prefix, communities ...bgp.Community) {
+// tell says whether the speaker has taken the routes.
+func (a *announcer) tell(ctx context.Context, prefixes []netip.Prefix, communities ...bgp.Community) bool {
 	if a.speaker == nil {
-		return
+		return true
 	}
 	routes := make([]bgp.Route, len(prefixes))
 	for i, p := range prefixes {
@@ -467,9 +505,10 @@ func (a *announcer) tell(ctx context.Context, prefixes []netip.Prefix, communiti
 	}
 	if err := a.speaker.Set(ctx, routes); err != nil {
 		a.log.Error("routes not announced", "error", err)
-		return
+		return false
 	}
 	a.log.Info("routes", "announced", len(prefixes), "graceful_shutdown", len(communities) > 0)
+	return true
 }
 
 // withdrawn waits until the speaker has what was set last; false if ctx ended first.

@@ -670,8 +670,18 @@ func TestNoLoss(t *testing.T) {
 	l.wantNoLoss("m1 stopped by SIGTERM and started", func() {
 		m1.terminate()
 		n.wantWays("m2")
+		before, err := os.ReadFile(m1.log.Name())
+		must(t, err)
 		m1 = n.mux("m1")
 		n.wantWays("m1", "m2")
+		// A VIP may have come meanwhile: the manager speaks before the last good
+		// tables are announced.
+		text, err := os.ReadFile(m1.log.Name())
+		must(t, err)
+		since := string(text[len(before):])
+		if file, found, routes := strings.Index(since, "last good tables run"), strings.Index(since, "manager found"), strings.Index(since, "msg=routes"); file < 0 || found < 0 || routes < found {
+			t.Errorf("routes before the manager's tables:\n%s", since)
+		}
 	})
 	l.wantNoLoss("m1 killed and started", func() {
 		m1.kill()
