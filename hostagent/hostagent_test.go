@@ -174,7 +174,7 @@ func TestReport(t *testing.T) {
 	for _, f := range families {
 		names[f.GetName()] = len(f.Metric)
 	}
-	if names["quartet_hostagent_packets_total"] != len(r.Exits) || names["quartet_hostagent_flows"] != 2 || names["quartet_hostagent_flow_events_total"] != 4 {
+	if names["quartet_hostagent_exits_total"] != len(r.Exits) || names["quartet_hostagent_flows"] != 2 || names["quartet_hostagent_flow_events_total"] != 4 {
 		t.Errorf("metrics: %v", names)
 	}
 	if _, err := a.Trace(t.Context(), nil); err == nil {

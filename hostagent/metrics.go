@@ -5,7 +5,7 @@ import (
 )
 
 var (
-	packetsDesc = prometheus.NewDesc("quartet_hostagent_packets_total",
+	exitsDesc = prometheus.NewDesc("quartet_hostagent_exits_total",
 		"Packets by way out of the packet path.", []string{"exit"}, nil)
 	flowsDesc = prometheus.NewDesc("quartet_hostagent_flows",
 		"Flows remembered, by table.", []string{"table"}, nil)
@@ -22,7 +22,7 @@ var (
 type collector struct{ agent *Agent }
 
 func (c *collector) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{packetsDesc, flowsDesc, flowsMaxDesc, eventsDesc, memoryDesc} {
+	for _, d := range []*prometheus.Desc{exitsDesc, flowsDesc, flowsMaxDesc, eventsDesc, memoryDesc} {
 		ch <- d
 	}
 }
@@ -31,10 +31,10 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	d := c.agent.config.Datapath
 	exits, err := d.Exits()
 	if err != nil {
-		ch <- prometheus.NewInvalidMetric(packetsDesc, err)
+		ch <- prometheus.NewInvalidMetric(exitsDesc, err)
 	}
 	for exit, n := range exits {
-		ch <- prometheus.MustNewConstMetric(packetsDesc, prometheus.CounterValue, float64(n), exit)
+		ch <- prometheus.MustNewConstMetric(exitsDesc, prometheus.CounterValue, float64(n), exit)
 	}
 	flows, err := d.Flows()
 	if err != nil {

@@ -116,7 +116,7 @@ func (r *runner) observe(name string, args []string) (value, error) {
 		if n, err := r.node(args[0]); err != nil {
 			return value{}, err
 		} else if n.Role == Host {
-			metric = "quartet_hostagent_packets_total"
+			metric = "quartet_hostagent_exits_total"
 		}
 		return number(r.lab.metric(r.ctx, args[0], metric, map[string]string{"exit": args[1]}))
 	case "current":

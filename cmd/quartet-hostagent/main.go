@@ -64,7 +64,7 @@ with the last tables. "quartet-hostagent detach" takes it off.`,
 	f.StringVar(&o.cert, "cert", "/etc/quartet/hostagent.crt", "this host's certificate `file`")
 	f.StringVar(&o.key, "key", "/etc/quartet/hostagent.key", "key `file` of --cert")
 	f.BoolVar(&o.insecure, "insecure-loopback", false, "no TLS; only to a manager on a loopback address (http://)")
-	f.StringVar(&o.stateDir, "state-dir", "/run/quartet-hostagent", "`directory` of the last good tables")
+	f.StringVar(&o.stateDir, "state-dir", "/run/quartet/hostagent", "`directory` of the last good tables")
 	f.Uint16Var(&o.datapath.MSS, "mss", 0, "highest TCP MSS in `bytes` that servers announce; 0: what the uplink's MTU and the tunnel leave")
 	f.Uint32Var(&o.datapath.Flows, "flows", datapath.DefaultFlows, "trusted `flows` to remember")
 	f.Uint32Var(&o.datapath.Rules, "rules", datapath.DefaultRules, "most NAT `rules`")

@@ -452,7 +452,7 @@ func TestHostAgent(t *testing.T) {
 	// What the agent counts, it shows and reports.
 	page, _ := s.get("/metrics")
 	for _, want := range []string{
-		`quartet_hostagent_packets_total{exit="in_delivered"} `, `quartet_hostagent_packets_total{exit="out_translated"} `,
+		`quartet_hostagent_exits_total{exit="in_delivered"} `, `quartet_hostagent_exits_total{exit="out_translated"} `,
 		`quartet_hostagent_checked_dips{status="healthy"} 1`, `quartet_node_manager_connected 1`,
 		`quartet_hostagent_checks_total{kind="http",result="failure"} `, `quartet_hostagent_flows{table="trusted"} `,
 	} {

@@ -23,7 +23,7 @@ import (
 	"github.com/quartet-lb/quartet/nodelink"
 )
 
-const defaultPin = "/sys/fs/bpf/quartet-mux"
+const defaultPin = "/sys/fs/bpf/quartet/mux"
 
 type options struct {
 	daemon       daemon.Options
