@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -139,6 +140,9 @@ func (l *Lab) Run(ctx context.Context, s *scenario.Scenario, o RunOptions) (Resu
 	return r.result, errors.Join(err, r.restore(back))
 }
 
+// placeholder is what stands for a node's address.
+var placeholder = regexp.MustCompile(`\{((?:core|agg|tor|mux|host|vm|client|manager)[-0-9]*(?:\.6|\.host)?)\}`)
+
 // bind gives names their meaning: parameters and the nodes' addresses.
 func (r *runner) bind() error {
 	for _, n := range r.lab.Topology.Nodes {
@@ -163,6 +167,15 @@ func (r *runner) bind() error {
 		if f, err := strconv.ParseFloat(v, 64); err == nil {
 			r.result.Parameters[p.Name] = f
 			r.values[p.Name] = value{number: f}
+		}
+	}
+	for _, step := range r.script.Steps {
+		for _, text := range append(step.Args, step.Body) {
+			for _, m := range placeholder.FindAllStringSubmatch(text, -1) {
+				if _, ok := r.vars[m[1]]; !ok {
+					return fmt.Errorf("%s.txt:%d: {%s}: this lab has no such node: raise one of the size that the scenario draws", r.script.Name, step.Line, m[1])
+				}
+			}
 		}
 	}
 	for name := range r.Params {

@@ -132,7 +132,11 @@ func startTime(pid int) (uint64, error) {
 		return 0, fmt.Errorf("/proc/%d/stat: unreadable", pid)
 	}
 	if fields[0] == "Z" || fields[0] == "X" {
-		return 0, os.ErrProcessDone
+		// The first thread may be dead while others still hold the sockets.
+		threads, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
+		if err != nil || len(threads) <= 1 {
+			return 0, os.ErrProcessDone
+		}
 	}
 	return strconv.ParseUint(fields[19], 10, 64)
 }

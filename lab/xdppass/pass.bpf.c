@@ -7,8 +7,9 @@
 #include <bpf_helpers.h>
 
 /* A veth end takes frames that its peer sent by XDP only while it has an XDP
- * program itself. */
-SEC("xdp")
+ * program itself, and takes an MTU above a page only if that is for frames of
+ * several parts. */
+SEC("xdp.frags")
 int pass(struct xdp_md *ctx)
 {
 	return XDP_PASS;
