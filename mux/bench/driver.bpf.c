@@ -6,7 +6,8 @@
 /*
  * The driver is what BPF_PROG_TEST_RUN repeats. The kernel hands it the same buffer each time, so
  * it first takes off what the last run's target put on, then writes the next flow's headers and
- * tail-calls the target.
+ * tail-calls the target. A program may only tail-call one that is for frames of several parts
+ * (xdp.frags) as it is itself.
  */
 #include <linux/bpf.h>
 #include <bpf_helpers.h>
@@ -158,7 +159,7 @@ static __always_inline void put_ipv6(void *data, __u32 flow, __u32 ports)
 	put_l4(data, 54, len, ports, sum + bpf_htons(config.protocol));
 }
 
-SEC("xdp")
+SEC("xdp.frags")
 int driver(struct xdp_md *ctx)
 {
 	__u32 len = config.ipv6 ? FRAME6_LEN : FRAME4_LEN;
@@ -194,14 +195,14 @@ failed:
 }
 
 /* The stub: what is measured with it as the target is the driver's own cost. */
-SEC("xdp")
+SEC("xdp.frags")
 int stub(struct xdp_md *ctx)
 {
 	return XDP_DROP;
 }
 
 /* A stub that also grows the packet, to show what growing and taking it off again cost. */
-SEC("xdp")
+SEC("xdp.frags")
 int stub_grow(struct xdp_md *ctx)
 {
 	if (bpf_xdp_adjust_head(ctx, -(int)config.growth))

@@ -14,7 +14,7 @@ struct answer {
 	enum exit exit;
 	__u16 l3_offset;
 	__u16 l4_offset;
-	__u16 l3_length;
+	__u32 l3_length;
 	__u16 mtu; /* largest packet that would have passed */
 	__u8 icmp_type;
 	__u8 icmp_code;
@@ -113,8 +113,10 @@ RARE int answer_error(struct xdp_md *ctx, const struct answer *a, __u64 now)
 	int v6 = a->flags & PACKET_VERSION6;
 	__u32 ip_size = v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr);
 	__u32 front = ip_size + sizeof(struct icmphdr);
-	__u32 quoted = a->l3_length > QUOTED_BYTES ? QUOTED_BYTES : a->l3_length & ~1u;
+	__u32 linear = end - data - L3_OFFSET(a);
+	__u32 quoted = a->l3_length > linear ? linear : a->l3_length;
 
+	quoted = quoted > QUOTED_BYTES ? QUOTED_BYTES : quoted & ~1u;
 	void *ip = data + L3_OFFSET(a);
 	if (!settings || !s || ip + 28 > end)
 		return EXIT_INTERNAL;
@@ -122,7 +124,8 @@ RARE int answer_error(struct xdp_md *ctx, const struct answer *a, __u64 now)
 		return EXIT_ANSWER_FORBIDDEN;
 	if (!may_answer(s, settings->answers_per_second, now))
 		return EXIT_ANSWER_LIMITED;
-	if (bpf_xdp_adjust_tail(ctx, (int)(L3_OFFSET(a) + quoted) - (int)(end - data)) ||
+	if (bpf_xdp_adjust_tail(ctx,
+				(int)(L3_OFFSET(a) + quoted) - (int)bpf_xdp_get_buff_len(ctx)) ||
 	    bpf_xdp_adjust_head(ctx, -(int)front))
 		return EXIT_NO_HEADROOM;
 	data = (void *)(long)ctx->data;

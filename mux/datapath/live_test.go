@@ -345,3 +345,58 @@ func TestOpenWithoutCapabilities(t *testing.T) {
 		t.Errorf("%q does not name the missing capabilities", first)
 	}
 }
+
+// TestJumboFrames: over links with an MTU of 9000, frames of several pages come
+// back whole but for what the tunnel adds; truncated ones don't.
+func TestJumboFrames(t *testing.T) {
+	newTestNet(t)
+	config := testConfig(pinDir(t))
+	config.Interfaces = []string{"up4"}
+	d := openTest(t, config)
+	must(t, d.Replace(Tables{
+		Seed: testSeed, VIPs: []VIP{{Addr: vip4}},
+		Endpoints: []Endpoint{evenly(vip4, lb.TCP, 80, lb.ConsistencyHash, 1, ipip("10.4.0.1", 80))},
+	}))
+	// A veth end takes what its peer sends by XDP only with a program of its own.
+	pass, err := ebpf.NewProgram(&ebpf.ProgramSpec{
+		Type: ebpf.XDP, License: "Dual BSD/GPL", Flags: unix.BPF_F_XDP_HAS_FRAGS,
+		Instructions: asm.Instructions{asm.Mov.Imm(asm.R0, 2), asm.Return()},
+	})
+	must(t, err)
+	defer pass.Close()
+	peer, err := netlink.LinkByName("up4p")
+	must(t, err)
+	l, err := link.AttachXDP(link.XDPOptions{Program: pass, Interface: peer.Attrs().Index, Flags: link.XDPDriverMode})
+	must(t, err)
+	defer l.Close()
+	socket, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW, 0)
+	must(t, err)
+	defer unix.Close(socket)
+	must(t, unix.Bind(socket, &unix.SockaddrLinklayer{Protocol: htons(unix.ETH_P_IP), Ifindex: peer.Attrs().Index}))
+	must(t, unix.SetsockoptTimeval(socket, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: 20}))
+
+	for _, length := range []int{1400, 3500, 3600, 4000, 8900, 8980} {
+		frame := packet(func(s *spec) { s.payload = length - 40 })
+		for i := range frame[54:] {
+			frame[54+i] = byte(i * 7 / 5)
+		}
+		cut := frame[:len(frame)-1]
+		for _, f := range [][]byte{cut, frame} {
+			must(t, unix.Sendto(socket, f, 0, &unix.SockaddrLinklayer{Ifindex: peer.Attrs().Index}))
+		}
+		got := make([]byte, 16384)
+		size, _, err := unix.Recvfrom(socket, got, 0)
+		if err != nil {
+			t.Fatalf("%d bytes did not come back: %v", length, err)
+		}
+		want := slices.Clone(frame[14:])
+		patchTTL(want)
+		if got = got[:size]; len(got) != 14+20+length || string(got[34:]) != string(want) {
+			t.Errorf("%d bytes came back as %d: %.80x", length, len(got)-34, got)
+		}
+	}
+	exits := must2(d.Exits())
+	if exits["tx"] != 6 || exits["truncated"] != 6 {
+		t.Errorf("exits %v, want 6 tx and 6 truncated", exits)
+	}
+}

@@ -66,9 +66,14 @@ type result struct {
 	counted *Counter // what the DIP's counter grew by
 }
 
+// linearBytes is how much of a frame a test run gives a program at once: a
+// page less headroom and struct skb_shared_info. Headers are read there.
+const linearBytes = 4096 - 256 - 320
+
 // modelPacket is a parsed frame.
 type modelPacket struct {
 	frame    []byte
+	linear   int // bytes of frame that headers may be in
 	l3       int // offset
 	l4       int
 	length   int // of the IP packet
@@ -104,7 +109,7 @@ func addrAt(b []byte, at, n int) netip.Addr {
 
 // parse returns an exit if the frame is not an IP packet in order.
 func (m *model) parse(f []byte) (p modelPacket, exit string) {
-	p.frame = f
+	p.frame, p.linear = f, min(len(f), linearBytes)
 	be := binary.BigEndian
 	if len(f) < 14 {
 		return p, "truncated"
@@ -129,7 +134,7 @@ func (m *model) parse(f []byte) (p modelPacket, exit string) {
 
 func (m *model) parse4(p modelPacket) (modelPacket, string) {
 	be, f := binary.BigEndian, p.frame
-	if len(f) < p.l3+20 {
+	if p.linear < p.l3+20 {
 		return p, "truncated"
 	}
 	ip := f[p.l3:]
@@ -154,7 +159,7 @@ func (m *model) parse4(p modelPacket) (modelPacket, string) {
 
 func (m *model) parse6(p modelPacket) (modelPacket, string) {
 	be, f := binary.BigEndian, p.frame
-	if len(f) < p.l3+40 {
+	if p.linear < p.l3+40 {
 		return p, "truncated"
 	}
 	ip := f[p.l3:]
@@ -174,7 +179,7 @@ func (m *model) parse6(p modelPacket) (modelPacket, string) {
 		if headers > 6 || at > 0x3fff {
 			return p, "malformed"
 		}
-		if len(f) < at+8 {
+		if p.linear < at+8 {
 			return p, "truncated"
 		}
 		size := (int(f[at+1]) + 1) * 8
@@ -204,7 +209,7 @@ func (m *model) parse6(p modelPacket) (modelPacket, string) {
 
 // l4 returns n bytes of the layer 4 header, or nil.
 func (p *modelPacket) header(n int) []byte {
-	if p.l4+n > p.l3+p.length || p.l4+n > len(p.frame) {
+	if p.l4+n > p.l3+p.length || p.l4+n > p.linear {
 		return nil
 	}
 	return p.frame[p.l4 : p.l4+n]
@@ -267,7 +272,7 @@ func (m *model) tunnelsToMux(p *modelPacket) bool {
 	if p.protocol == uint8(lb.IPIP) || p.protocol == uint8(lb.IPv6) {
 		return true
 	}
-	return p.protocol == uint8(lb.UDP) && !p.later && p.l4+8 <= len(p.frame) &&
+	return p.protocol == uint8(lb.UDP) && !p.later && p.l4+8 <= p.linear &&
 		binary.BigEndian.Uint16(p.frame[p.l4+2:]) == 6080
 }
 
@@ -421,7 +426,7 @@ func (m *model) icmp(p *modelPacket) result {
 		return dropped("answer_forbidden", p.frame)
 	}
 	// The quoted packet's own length doesn't count: it is cut.
-	q := modelPacket{frame: p.frame, l3: p.l4 + 8}
+	q := modelPacket{frame: p.frame[:p.linear], linear: p.linear, l3: p.l4 + 8}
 	cut := q.frame
 	exit := ""
 	if p.v6 {

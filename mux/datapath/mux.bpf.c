@@ -1147,7 +1147,10 @@ INLINE enum exit run_packet(struct run *run)
 	if (parsed == PARSED_OK)
 		parsed =
 		    p.l3_proto == bpf_htons(ETH_P_IP) ? parse_ipv4(&c, &p) : parse_ipv6(&c, &p);
-	if (parsed == PARSED_OK && !holds_l3(&c, &p))
+	/* Headers are read in the linear part. Asking for the length of the rest,
+	 * which only a frame over a page may have, is a call. */
+	if (parsed == PARSED_OK && !holds_l3(&c, &p) &&
+	    p.l3_offset + p.l3_length > bpf_xdp_get_buff_len(run->ctx))
 		parsed = PARSED_TRUNCATED;
 	if (parsed != PARSED_OK)
 		return parsed == PARSED_NOT_IP	    ? EXIT_NOT_IP
@@ -1200,7 +1203,7 @@ INLINE int verdict(enum exit exit)
 	}
 }
 
-SEC("xdp")
+SEC("xdp.frags")
 int mux(struct xdp_md *ctx)
 {
 	struct run run = {

@@ -23,6 +23,8 @@ import (
 //	   10.1.0.0/16, fd01::/64 behind it    10.2.0.0/16 behind it
 //	up2 10.0.2.1/24 MTU 1280               up3 10.0.7.1/24 MTU 1500
 //	   10.3.0.0/16 behind 10.0.2.254          10.7.0.0/16 behind 10.0.7.254
+//	up4 10.0.4.1/24 MTU 9000
+//	   10.4.0.0/16 behind 10.0.4.254
 var (
 	source4    = netip.MustParseAddr("10.0.0.1")
 	source6    = netip.MustParseAddr("fd00::1")
@@ -116,7 +118,7 @@ func addGateway(t testing.TB, l netlink.Link, gateway, prefix string) {
 func newTestNet(t testing.TB) *testNet {
 	t.Helper()
 	n := &testNet{links: map[string]netlink.Link{}, ns: enterNamespace(t)}
-	for name, mtu := range map[string]int{"up0": 1500, "up1": 1500, "up2": 1280, "up3": 1500} {
+	for name, mtu := range map[string]int{"up0": 1500, "up1": 1500, "up2": 1280, "up3": 1500, "up4": 9000} {
 		n.links[name] = addVeth(t, name, mtu)
 	}
 	addAddr(t, n.links["up0"], "10.0.0.1/24")
@@ -124,11 +126,13 @@ func newTestNet(t testing.TB) *testNet {
 	addAddr(t, n.links["up1"], "10.0.1.1/24")
 	addAddr(t, n.links["up2"], "10.0.2.1/24")
 	addAddr(t, n.links["up3"], "10.0.7.1/24")
+	addAddr(t, n.links["up4"], "10.0.4.1/24")
 	addGateway(t, n.links["up0"], "10.0.0.254", "10.1.0.0/16")
 	addGateway(t, n.links["up0"], "fd00::fe", "fd01::/64")
 	addGateway(t, n.links["up1"], "10.0.1.254", "10.2.0.0/16")
 	addGateway(t, n.links["up2"], "10.0.2.254", "10.3.0.0/16")
 	addGateway(t, n.links["up3"], "10.0.7.254", "10.7.0.0/16")
+	addGateway(t, n.links["up4"], "10.0.4.254", "10.4.0.0/16")
 	return n
 }
 

@@ -49,11 +49,14 @@ func testTables() Tables {
 			evenly(vip4, lb.TCP, 6, lb.ConsistencyHash, 2, ipip("10.7.0.1", 80)),
 			evenly(vip4, lb.TCP, 7, lb.ConsistencyHash, 2, ipip("10.99.0.1", 80)),
 			evenly(vip4, lb.TCP, 8, lb.ConsistencyHash, 2, ipip("10.0.0.77", 80)),
+			evenly(vip4, lb.TCP, 10, lb.ConsistencyHash, 2, ipip("10.4.0.1", 80)),
+			evenly(vip4, lb.UDP, 10, lb.ConsistencyHash, 2, gue("10.4.0.1", 80, "10.4.0.1")),
 			{Endpoint: lb.Endpoint{VIP: vip4, Protocol: lb.TCP, Port: 9}, VIPName: "web", Name: "nobody"},
 			evenly(anyVIP, lb.UDP, 0, lb.ConsistencyHash, 256, ipip("10.1.0.1", 0), ipip("10.1.0.2", 0)),
 			evenly(anyVIP, lb.UDP, 53, lb.ConsistencyHash, 256, ipip("10.1.0.3", 0)),
 			evenly(vip6, lb.TCP, 80, lb.ConsistencyTable, 256, ipip("fd01::1", 80), ipip("fd01::2", 80)),
 			evenly(vip6, lb.UDP, 53, lb.ConsistencyHash, 256, over4),
+			evenly(vip6, lb.TCP, 10, lb.ConsistencyTable, 2, gue("fd01::7", 80, "10.4.0.1")),
 			evenly(vip6, lb.TCP, 1, lb.ConsistencyHash, 1, gue("fd01::9", 80, "fd01::9")),
 		},
 	}
@@ -82,7 +85,7 @@ func newBed(t testing.TB) *bed {
 	vlan := way("10.7.0.0/16", "up3")
 	vlan.ifindex, vlan.vlan = b.index("up0"), 7
 	b.m = newModel(testTables(), b.d, b.index("up0"), []modelWay{
-		way("10.1.0.0/16", "up0"), way("fd01::/64", "up0"), way("10.2.0.0/16", "up1"), way("10.3.0.0/16", "up2"), vlan,
+		way("10.1.0.0/16", "up0"), way("fd01::/64", "up0"), way("10.2.0.0/16", "up1"), way("10.3.0.0/16", "up2"), way("10.4.0.0/16", "up4"), vlan,
 		{prefix: netip.MustParsePrefix("10.0.0.77/32"), exit: "no_neighbour"},
 	})
 	return b
@@ -286,6 +289,23 @@ func TestPackets(t *testing.T) {
 		{"one byte over in GUE", packet(size(1472-39), to(vip4, 1)), "fragmentation_needed"},
 		{"over a narrow way's MTU", packet(size(1280-20-39), to(vip4, 5)), "fragmentation_needed"},
 		{"fits a narrow way", packet(size(1280-20-40), to(vip4, 5)), "redirect"},
+		{"4000 bytes", packet(size(4000-40), to(vip4, 10)), "redirect"},
+		{"8900 bytes", packet(size(8900-40), to(vip4, 10)), "redirect"},
+		{"8900 bytes, no DF, tagged", packet(size(8900-40), noDF, to(vip4, 10), func(s *spec) { s.tags = []uint16{5} }), "redirect"},
+		{"4000 bytes of UDP in GUE", packet(size(4000-28), udp(), to(vip4, 10)), "redirect"},
+		{"8900 bytes of IPv6 in GUE", packet(size(8900-60), to(vip6, 10)), "redirect"},
+		{"just fits a wide way", packet(size(9000-20-40), to(vip4, 10)), "redirect"},
+		{"one byte over a wide way's MTU", packet(size(9000-20-39), to(vip4, 10)), "fragmentation_needed"},
+		{"one byte over a wide way's MTU, no DF", packet(size(9000-20-39), noDF, to(vip4, 10)), "oversize"},
+		{"8900 bytes to a DIP behind 1500", packet(size(8900 - 40)), "fragmentation_needed"},
+		{"8900 bytes to a DIP behind 1500, IPv6", packet(with6(), size(8900-60)), "fragmentation_needed"},
+		{"8900 bytes, TTL 1", packet(size(8900-40), func(s *spec) { s.ttl = 1 }), "time_exceeded"},
+		{"8900 bytes of echo request", icmpPacket(false, 8, 0, 1, make([]byte, 8900-28)), "echo_reply"},
+		{"8900 bytes, not a VIP", packet(size(8900-40), to(client4, 80)), "no_vip"},
+		{"4000 bytes, the last cut", packet(size(4000-40), to(vip4, 10))[:14+3999], "truncated"},
+		{"8900 bytes, the last page cut", packet(size(8900-40), to(vip4, 10))[:8192], "truncated"},
+		{"8900 bytes of IPv6, the last cut", packet(size(8900-60), to(vip6, 10))[:14+8899], "truncated"},
+		{"8900 bytes and a trailer", append(packet(size(8900-40), to(vip4, 10)), make([]byte, 64)...), "redirect"},
 		{"IPv6 just fits", packet(with6(), size(1460-60)), "tx"},
 		{"IPv6 over the MTU", packet(with6(), size(1460-59)), "fragmentation_needed"},
 		{"over the MTU from a multicast source", packet(size(1480-39), func(s *spec) { s.src = netip.MustParseAddr("224.0.0.1") }), "answer_forbidden"},
@@ -410,6 +430,10 @@ func TestEncapsulationDecodes(t *testing.T) {
 	}
 }
 
+// longestFrame is the length of the longest frame that tests make: an MTU of
+// 9000 and headers beyond.
+const longestFrame = 9600
+
 // mutate damages a frame a little.
 func mutate(r *rand.Rand, frame []byte) []byte {
 	f := append([]byte{}, frame...)
@@ -427,8 +451,8 @@ func mutate(r *rand.Rand, frame []byte) []byte {
 		case 4:
 			f = append(f, make([]byte, r.IntN(64))...)
 		}
-		if len(f) > 1600 {
-			f = f[:1600]
+		if len(f) > longestFrame {
+			f = f[:longestFrame]
 		}
 	}
 	return f
@@ -455,6 +479,11 @@ func seeds() [][]byte {
 		packet(to(source4, 0), func(s *spec) { s.protocol, s.raw = layers.IPProtocolIPv4, packet()[14:] }),
 		packet(udp(), to(source4, 6080), func(s *spec) { s.payload = 40 }),
 		packet(func(s *spec) { s.ttl = 1 }),
+		packet(to(vip4, 10), func(s *spec) { s.payload = 4000 }), packet(to(vip4, 10), func(s *spec) { s.payload = 8900 }),
+		packet(to(vip6, 10), func(s *spec) { s.payload, s.extensions = 8000, []uint8{60, 0} }),
+		packet(with6(), func(s *spec) { s.payload = 8900 }), packet(noDF, func(s *spec) { s.payload, s.ttl = 4000, 1 }),
+		packet(udp(), to(vip4, 10), noDF, func(s *spec) { s.id, s.more, s.payload = 5, true, 4000 }),
+		icmpPacket(false, 8, 0, 1, make([]byte, 5000)),
 	}
 	for port := uint16(1); port < 9; port++ {
 		out = append(out, packet(to(vip4, port)), packet(to(vip4, port), noDF, func(s *spec) { s.payload = 1300 }))
@@ -487,7 +516,7 @@ func FuzzPackets(f *testing.F) {
 		f.Add(s)
 	}
 	f.Fuzz(func(t *testing.T, frame []byte) {
-		if len(frame) >= 14 && len(frame) <= 1600 {
+		if len(frame) >= 14 && len(frame) <= longestFrame {
 			b.check(t, frame)
 		}
 	})

@@ -142,7 +142,7 @@ func TestBadTablesAreRefused(t *testing.T) {
 		"encapsulation: vxlan; ipip or gue": with(func(e *Endpoint) { e.DIPs[0].Tunnel.Encap = lb.EncapVXLAN }),
 		"is not a unicast":                  with(func(e *Endpoint) { e.DIPs[0].Tunnel.Dst = netip.Addr{} }),
 		"is a VIP: packets would come back": with(func(e *Endpoint) { e.DIPs[0].Tunnel.Dst = vip4 }),
-		"3 endpoints are left":              {DeleteVIPs: []netip.Addr{vip6}},
+		"4 endpoints are left":              {DeleteVIPs: []netip.Addr{vip6}},
 		"vips[0].address":                   {PutVIPs: []VIP{{Name: "none"}}},
 	} {
 		if err := b.d.Apply(delta); err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "\n") {
