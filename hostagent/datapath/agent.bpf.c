@@ -23,6 +23,9 @@ char LICENSE[] SEC("license") = "Dual BSD/GPL";
 /* Highest MSS that servers may announce; 0: from the uplink's MTU and the SYN's tunnel headers. */
 const volatile __u16 max_mss = 0;
 
+/* 1 while traffic moves from another layout's maps to these: flows may be in either. */
+const volatile __u8 moving = 0;
+
 /* Verdicts of tcx programs (Linux 6.6); the packaged headers are older. */
 #define TCX_NEXT -1
 #define TCX_DROP 2
@@ -50,7 +53,7 @@ enum exit {
 	EXIT_IN_FRAGMENT_UNKNOWN, /* later fragment whose first one was not seen */
 	EXIT_IN_FLOW_CONFLICT,	  /* mid-connection, but DIP and client are bound by another VIP */
 	EXIT_IN_ECN,	/* congestion marked, and the inner packet can't say so (RFC 6040) */
-	EXIT_IN_FAILED, /* the kernel refused to shorten the frame */
+	EXIT_IN_FAILED, /* the kernel refused to store the flow or to shorten the frame */
 	/* Outbound, passed. */
 	EXIT_OUT_NOT_OURS, /* of no flow through a VIP; untouched */
 	EXIT_OUT_TRANSLATED,
@@ -204,6 +207,21 @@ struct {
 	__type(key, struct flow_key);
 	__type(value, struct flow);
 } untrusted SEC(".maps");
+
+/* The same of another layout, read if moving is 1. */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 1);
+	__type(key, struct flow_key);
+	__type(value, struct flow);
+} former_flows SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 1);
+	__type(key, struct flow_key);
+	__type(value, struct flow);
+} former_untrusted SEC(".maps");
 
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
@@ -578,9 +596,11 @@ __noinline int bind_flow(struct inbound *in, const struct rule *rule)
 		if (syn) {
 			u->overhead = in->inner.l3_offset - in->outer.l3_offset;
 		} else if (!f && !in->quoted_l4) {
-			bpf_map_update_elem(&flows, &key, u, BPF_ANY);
-			bpf_map_delete_elem(&untrusted, &key);
-			count_event(EVENT_FLOW_PROMOTED);
+			/* What the kernel refuses to store now stays untrusted until later. */
+			if (!bpf_map_update_elem(&flows, &key, u, BPF_ANY)) {
+				bpf_map_delete_elem(&untrusted, &key);
+				count_event(EVENT_FLOW_PROMOTED);
+			}
 		}
 		return EXIT_IN_DELIVERED;
 	}
@@ -602,7 +622,9 @@ __noinline int bind_flow(struct inbound *in, const struct rule *rule)
 	copy_address(first.vip, in->inner.dst);
 	if (conflict)
 		bpf_map_delete_elem(&flows, &key);
-	bpf_map_update_elem(&untrusted, &key, &first, BPF_ANY);
+	/* Without its state the reply would leave as the DIP, and the client reset it. */
+	if (bpf_map_update_elem(&untrusted, &key, &first, BPF_ANY))
+		return EXIT_IN_FAILED;
 	count_event(syn || in->protocol == IPPROTO_UDP ? EVENT_FLOW_CREATED : EVENT_FLOW_RECREATED);
 	return EXIT_IN_DELIVERED;
 }
@@ -989,6 +1011,10 @@ INLINE int find_flow(struct outbound *out)
 	struct flow *f = bpf_map_lookup_elem(&flows, &out->key);
 	if (!f)
 		f = bpf_map_lookup_elem(&untrusted, &out->key);
+	if (moving && !f)
+		f = bpf_map_lookup_elem(&former_flows, &out->key);
+	if (moving && !f)
+		f = bpf_map_lookup_elem(&former_untrusted, &out->key);
 	if (!f)
 		return -1;
 	copy_address(out->vip, f->vip);

@@ -144,20 +144,23 @@ type agentTunnelKey struct {
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
-	agentMapDips        = "dips"
-	agentMapEvents      = "events"
-	agentMapExits       = "exits"
-	agentMapFlows       = "flows"
-	agentMapFragments   = "fragments"
-	agentMapMeters      = "meters"
-	agentMapRules       = "rules"
-	agentMapTunnels     = "tunnels"
-	agentMapUntrusted   = "untrusted"
-	agentProgInbound    = "inbound"
-	agentProgOutbound   = "outbound"
-	agentVarMaxMss      = "max_mss"
-	agentVarUnusedEvent = "unused_event"
-	agentVarUnusedExit  = "unused_exit"
+	agentMapDips            = "dips"
+	agentMapEvents          = "events"
+	agentMapExits           = "exits"
+	agentMapFlows           = "flows"
+	agentMapFormerFlows     = "former_flows"
+	agentMapFormerUntrusted = "former_untrusted"
+	agentMapFragments       = "fragments"
+	agentMapMeters          = "meters"
+	agentMapRules           = "rules"
+	agentMapTunnels         = "tunnels"
+	agentMapUntrusted       = "untrusted"
+	agentProgInbound        = "inbound"
+	agentProgOutbound       = "outbound"
+	agentVarMaxMss          = "max_mss"
+	agentVarMoving          = "moving"
+	agentVarUnusedEvent     = "unused_event"
+	agentVarUnusedExit      = "unused_exit"
 )
 
 // loadAgent returns the embedded CollectionSpec for agent.
@@ -210,15 +213,17 @@ type agentProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type agentMapSpecs struct {
-	Dips      *ebpf.MapSpec `ebpf:"dips"`
-	Events    *ebpf.MapSpec `ebpf:"events"`
-	Exits     *ebpf.MapSpec `ebpf:"exits"`
-	Flows     *ebpf.MapSpec `ebpf:"flows"`
-	Fragments *ebpf.MapSpec `ebpf:"fragments"`
-	Meters    *ebpf.MapSpec `ebpf:"meters"`
-	Rules     *ebpf.MapSpec `ebpf:"rules"`
-	Tunnels   *ebpf.MapSpec `ebpf:"tunnels"`
-	Untrusted *ebpf.MapSpec `ebpf:"untrusted"`
+	Dips            *ebpf.MapSpec `ebpf:"dips"`
+	Events          *ebpf.MapSpec `ebpf:"events"`
+	Exits           *ebpf.MapSpec `ebpf:"exits"`
+	Flows           *ebpf.MapSpec `ebpf:"flows"`
+	FormerFlows     *ebpf.MapSpec `ebpf:"former_flows"`
+	FormerUntrusted *ebpf.MapSpec `ebpf:"former_untrusted"`
+	Fragments       *ebpf.MapSpec `ebpf:"fragments"`
+	Meters          *ebpf.MapSpec `ebpf:"meters"`
+	Rules           *ebpf.MapSpec `ebpf:"rules"`
+	Tunnels         *ebpf.MapSpec `ebpf:"tunnels"`
+	Untrusted       *ebpf.MapSpec `ebpf:"untrusted"`
 }
 
 // agentVariableSpecs contains global variables before they are loaded into the kernel.
@@ -226,6 +231,7 @@ type agentMapSpecs struct {
 // It can be passed ebpf.CollectionSpec.Assign.
 type agentVariableSpecs struct {
 	MaxMss      *ebpf.VariableSpec `ebpf:"max_mss"`
+	Moving      *ebpf.VariableSpec `ebpf:"moving"`
 	UnusedEvent *ebpf.VariableSpec `ebpf:"unused_event"`
 	UnusedExit  *ebpf.VariableSpec `ebpf:"unused_exit"`
 }
@@ -250,15 +256,17 @@ func (o *agentObjects) Close() error {
 //
 // It can be passed to loadAgentObjects or ebpf.CollectionSpec.LoadAndAssign.
 type agentMaps struct {
-	Dips      *ebpf.Map `ebpf:"dips"`
-	Events    *ebpf.Map `ebpf:"events"`
-	Exits     *ebpf.Map `ebpf:"exits"`
-	Flows     *ebpf.Map `ebpf:"flows"`
-	Fragments *ebpf.Map `ebpf:"fragments"`
-	Meters    *ebpf.Map `ebpf:"meters"`
-	Rules     *ebpf.Map `ebpf:"rules"`
-	Tunnels   *ebpf.Map `ebpf:"tunnels"`
-	Untrusted *ebpf.Map `ebpf:"untrusted"`
+	Dips            *ebpf.Map `ebpf:"dips"`
+	Events          *ebpf.Map `ebpf:"events"`
+	Exits           *ebpf.Map `ebpf:"exits"`
+	Flows           *ebpf.Map `ebpf:"flows"`
+	FormerFlows     *ebpf.Map `ebpf:"former_flows"`
+	FormerUntrusted *ebpf.Map `ebpf:"former_untrusted"`
+	Fragments       *ebpf.Map `ebpf:"fragments"`
+	Meters          *ebpf.Map `ebpf:"meters"`
+	Rules           *ebpf.Map `ebpf:"rules"`
+	Tunnels         *ebpf.Map `ebpf:"tunnels"`
+	Untrusted       *ebpf.Map `ebpf:"untrusted"`
 }
 
 func (m *agentMaps) Close() error {
@@ -267,6 +275,8 @@ func (m *agentMaps) Close() error {
 		m.Events,
 		m.Exits,
 		m.Flows,
+		m.FormerFlows,
+		m.FormerUntrusted,
 		m.Fragments,
 		m.Meters,
 		m.Rules,
@@ -280,6 +290,7 @@ func (m *agentMaps) Close() error {
 // It can be passed to loadAgentObjects or ebpf.CollectionSpec.LoadAndAssign.
 type agentVariables struct {
 	MaxMss      *ebpf.Variable `ebpf:"max_mss"`
+	Moving      *ebpf.Variable `ebpf:"moving"`
 	UnusedEvent *ebpf.Variable `ebpf:"unused_event"`
 	UnusedExit  *ebpf.Variable `ebpf:"unused_exit"`
 }

@@ -133,7 +133,7 @@ type attachment struct {
 	pin     string
 	link    link.Link
 	made    bool // by this process
-	behind  bool // runs a program over another layout's maps
+	behind  bool // runs a program over another layout's maps, or another attachment does
 }
 
 // Open attaches the packet path to its interfaces. What an earlier Open pinned
@@ -193,16 +193,16 @@ func (d *Datapath) open(uplinks []uplink) error {
 			wanted[filepath.Base(a.pin)] = true
 		}
 	}
+	for _, e := range entries {
+		if dir := filepath.Join(d.config.PinDir, e.Name()); e.IsDir() && dir != d.dir {
+			d.previous = append(d.previous, dir)
+		}
+	}
 	if err := d.attach(uplinks); err != nil {
 		return err
 	}
 	for _, e := range entries {
-		name := e.Name()
-		if e.IsDir() {
-			if dir := filepath.Join(d.config.PinDir, name); dir != d.dir {
-				d.previous = append(d.previous, dir)
-			}
-		} else if !wanted[name] {
+		if name := e.Name(); !e.IsDir() && !wanted[name] {
 			if err := os.Remove(filepath.Join(d.config.PinDir, name)); err != nil {
 				return fmt.Errorf("detach from an interface that is no longer configured: %w", err)
 			}
@@ -295,12 +295,12 @@ func mountBPFFS(dir string) error {
 	return nil
 }
 
-// load makes this layout's maps, or adopts them, and loads the programs over
-// them. It reports whether the maps are fresh.
-func (d *Datapath) load() (fresh bool, err error) {
+// specification is the programs and maps as configured, and the name of their
+// layout's directory.
+func (d *Datapath) specification() (*ebpf.CollectionSpec, string, error) {
 	spec, err := loadAgent()
 	if err != nil {
-		return false, fmt.Errorf("read programs: %w", err)
+		return nil, "", fmt.Errorf("read programs: %w", err)
 	}
 	for name, n := range map[string]uint32{
 		"tunnels":   d.config.Rules,
@@ -313,21 +313,30 @@ func (d *Datapath) load() (fresh bool, err error) {
 		spec.Maps[name].MaxEntries = n
 	}
 	if err := spec.Variables["max_mss"].Set(d.config.MSS); err != nil {
-		return false, fmt.Errorf("set mss: %w", err)
+		return nil, "", fmt.Errorf("set mss: %w", err)
 	}
-	if d.exitLabels, err = labels(spec, "exit"); err != nil {
-		return false, err
-	}
-
 	layout := sha256.New()
 	fmt.Fprintln(layout, layoutVersion)
 	for _, name := range slices.Sorted(maps.Keys(spec.Maps)) {
-		if m := spec.Maps[name]; !strings.HasPrefix(name, ".") {
+		if m := spec.Maps[name]; !strings.HasPrefix(name, ".") && !strings.HasPrefix(name, "former_") {
 			m.Pinning = ebpf.PinByName
 			fmt.Fprintln(layout, name, m.Type, m.KeySize, m.ValueSize, m.MaxEntries, m.Flags)
 		}
 	}
-	d.dir = filepath.Join(d.config.PinDir, fmt.Sprintf("maps-%x", layout.Sum(nil)[:6]))
+	return spec, fmt.Sprintf("maps-%x", layout.Sum(nil)[:6]), nil
+}
+
+// load makes this layout's maps, or adopts them, and loads the programs over
+// them. It reports whether the maps are fresh.
+func (d *Datapath) load() (fresh bool, err error) {
+	spec, layout, err := d.specification()
+	if err != nil {
+		return false, err
+	}
+	if d.exitLabels, err = labels(spec, "exit"); err != nil {
+		return false, err
+	}
+	d.dir = filepath.Join(d.config.PinDir, layout)
 	if err := os.Mkdir(d.dir, 0o700); err == nil {
 		fresh = true
 	} else if !errors.Is(err, os.ErrExist) {
@@ -384,7 +393,7 @@ func (d *Datapath) attach(uplinks []uplink) error {
 	for i := range d.uplinks {
 		u := &d.uplinks[i]
 		for _, a := range u.attachments(d) {
-			if err := a.adopt(&d.objects, u.index); err != nil {
+			if err := a.adopt(d, u.index); err != nil {
 				return fmt.Errorf("adopt the link pinned for %s: %w", u.name, err)
 			}
 			if a.link == nil {
@@ -393,6 +402,19 @@ func (d *Datapath) attach(uplinks []uplink) error {
 				}
 			}
 			u.links = append(u.links, a)
+		}
+	}
+	// A daemon that died while it moved left some behind: the rest move again
+	// with them, because their flows are in either layout's maps.
+	behind := false
+	for _, u := range d.uplinks {
+		for _, a := range u.links {
+			behind = behind || a.behind
+		}
+	}
+	for _, u := range d.uplinks {
+		for _, a := range u.links {
+			a.behind = behind && !a.made
 		}
 	}
 	// Only when every attachment is sure to stand do running programs change.
@@ -409,7 +431,7 @@ func (d *Datapath) attach(uplinks []uplink) error {
 }
 
 // adopt opens the pinned link if there is one and its interface still exists.
-func (a *attachment) adopt(objects *agentObjects, index int) error {
+func (a *attachment) adopt(d *Datapath, index int) error {
 	l, err := link.LoadPinnedLink(a.pin, nil)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
@@ -432,28 +454,81 @@ func (a *attachment) adopt(objects *agentObjects, index int) error {
 		return errors.Join(os.Remove(a.pin), l.Close())
 	}
 	a.link = l
-	a.behind, err = runsOtherMaps(info.Program, objects.Flows)
-	return err
+	used, err := mapsOf(info.Program)
+	if err != nil {
+		return err
+	}
+	own, err := d.objects.Flows.Info()
+	if err != nil {
+		return err
+	}
+	id, _ := own.ID()
+	former, err := d.former(used)
+	a.behind = former != nil || !slices.Contains(used, id)
+	return errors.Join(err, former.close())
 }
 
-// runsOtherMaps says whether a program reads flows of another layout; both
-// programs read flows.
-func runsOtherMaps(id ebpf.ProgramID, flows *ebpf.Map) (bool, error) {
+// mapsOf are the maps that a program uses.
+func mapsOf(id ebpf.ProgramID) ([]ebpf.MapID, error) {
 	program, err := ebpf.NewProgramFromID(id)
 	if err != nil {
-		return false, err
+		return nil, err
 	}
 	info, err := program.Info()
 	if err := errors.Join(err, program.Close()); err != nil {
-		return false, err
+		return nil, err
 	}
 	used, _ := info.MapIDs()
-	mine, err := flows.Info()
-	if err != nil {
-		return false, err
+	return used, nil
+}
+
+// tables are a layout's flow tables by the map's name.
+type tables map[string]*ebpf.Map
+
+func (t tables) close() error {
+	var errs []error
+	for _, m := range t {
+		errs = append(errs, m.Close())
 	}
-	own, _ := mine.ID()
-	return !slices.Contains(used, own), nil
+	return errors.Join(errs...)
+}
+
+// openTables opens the flow tables pinned in dir.
+func openTables(dir string) (tables, error) {
+	t := tables{}
+	for _, name := range []string{"flows", "untrusted"} {
+		m, err := ebpf.LoadPinnedMap(filepath.Join(dir, name), nil)
+		if err != nil {
+			return nil, errors.Join(fmt.Errorf("open flows of another layout: %w", err), t.close())
+		}
+		t[name] = m
+	}
+	return t, nil
+}
+
+// former are the other layout's flow tables among the maps that a program uses,
+// or nil if there are none.
+func (d *Datapath) former(used []ebpf.MapID) (tables, error) {
+	for _, dir := range d.previous {
+		t, err := openTables(dir)
+		if errors.Is(err, os.ErrNotExist) {
+			continue // its daemon died while it made them
+		}
+		if err != nil {
+			return nil, err
+		}
+		info, err := t["flows"].Info()
+		if err != nil {
+			return nil, errors.Join(err, t.close())
+		}
+		if id, _ := info.ID(); slices.Contains(used, id) {
+			return t, nil
+		}
+		if err := t.close(); err != nil {
+			return nil, err
+		}
+	}
+	return nil, nil
 }
 
 func (a *attachment) attach(u *uplink) error {
@@ -488,60 +563,136 @@ func (a *attachment) attach(u *uplink) error {
 // swap moves the links that run over another layout's maps to this one's, with
 // the flows that those know, and removes those maps.
 func (d *Datapath) swap() error {
-	var behind []*attachment
+	var out, in []*attachment
 	for _, u := range d.uplinks {
 		for _, a := range u.links {
-			if a.behind {
-				behind = append(behind, a)
+			if a.behind && a.program == d.objects.Outbound {
+				out = append(out, a)
+			} else if a.behind {
+				in = append(in, a)
 			}
 		}
 	}
-	if len(behind) > 0 {
-		if err := d.copyFlows(ebpf.UpdateAny); err != nil {
-			return err
-		}
-	}
-	for _, a := range behind {
-		if err := a.link.Update(a.program); err != nil {
-			return fmt.Errorf("swap programs: %w", err)
-		}
-		a.behind = false
-	}
-	if len(behind) > 0 {
-		// Those that began while the others were copied.
-		if err := d.copyFlows(ebpf.UpdateNoExist); err != nil {
-			return err
+	if len(out)+len(in) > 0 {
+		if err := d.move(out, in); err != nil {
+			return fmt.Errorf("move to this layout's maps: %w", err)
 		}
 	}
 	return d.removePrevious()
 }
 
-// copyFlows takes over the flows of other layouts if their entries look alike.
-// Without them a server that speaks first would be heard as its DIP until the
-// client's next packet.
-func (d *Datapath) copyFlows(flags ebpf.MapUpdateFlags) error {
-	for _, dir := range d.previous {
-		for name, to := range map[string]*ebpf.Map{"flows": d.objects.Flows, "untrusted": d.objects.Untrusted} {
-			from, err := ebpf.LoadPinnedMap(filepath.Join(dir, name), nil)
-			if errors.Is(err, os.ErrNotExist) {
-				continue
+// move swaps programs so that at each instant a flow's replies are translated,
+// whichever maps its packets in have reached: before inbound traffic moves,
+// outbound reads both layouts' flows.
+func (d *Datapath) move(out, in []*attachment) error {
+	var former tables
+	for _, a := range slices.Concat(out, in) {
+		info, err := a.link.Info()
+		if err != nil {
+			return err
+		}
+		used, err := mapsOf(info.Program)
+		if err != nil {
+			return err
+		}
+		if former, err = d.former(used); err != nil {
+			return err
+		}
+		if former != nil {
+			break
+		}
+	}
+	defer func() { _ = former.close() }()
+	if !former.like(tables{"flows": d.objects.Flows, "untrusted": d.objects.Untrusted}) {
+		// Entries that this binary can't read. Flows begin again with their clients' next packets.
+		former = nil
+	}
+	if err := d.copyFlows(former, ebpf.UpdateAny); err != nil {
+		return err
+	}
+	if former != nil {
+		both, err := d.loadMoving(former)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = both.Close() }()
+		for _, a := range out {
+			if err := a.link.Update(both); err != nil {
+				return err
 			}
-			if err != nil {
-				return fmt.Errorf("open flows of another layout: %w", err)
+		}
+	}
+	for _, a := range in {
+		if err := a.link.Update(a.program); err != nil {
+			return err
+		}
+	}
+	// Those that began while the others were copied.
+	if err := d.copyFlows(former, ebpf.UpdateNoExist); err != nil {
+		return err
+	}
+	for _, a := range out {
+		if err := a.link.Update(a.program); err != nil {
+			return err
+		}
+	}
+	for _, a := range slices.Concat(out, in) {
+		a.behind = false
+	}
+	return nil
+}
+
+// like says whether t's entries look like others'.
+func (t tables) like(others tables) bool {
+	for name, m := range t {
+		o := others[name]
+		if m.Type() != o.Type() || m.Flags() != o.Flags() || m.KeySize() != o.KeySize() || m.ValueSize() != o.ValueSize() {
+			return false
+		}
+	}
+	return true
+}
+
+// loadMoving loads outbound so that it reads former flows as well.
+func (d *Datapath) loadMoving(former tables) (*ebpf.Program, error) {
+	spec, _, err := d.specification()
+	if err != nil {
+		return nil, err
+	}
+	if err := spec.Variables["moving"].Set(uint8(1)); err != nil {
+		return nil, err
+	}
+	replacements := map[string]*ebpf.Map{}
+	for name, m := range former {
+		spec.Maps["former_"+name].MaxEntries = m.MaxEntries()
+		replacements["former_"+name] = m
+	}
+	var p struct {
+		Outbound *ebpf.Program `ebpf:"outbound"`
+	}
+	err = spec.LoadAndAssign(&p, &ebpf.CollectionOptions{
+		Maps: ebpf.MapOptions{PinPath: d.dir}, MapReplacements: replacements,
+	})
+	return p.Outbound, err
+}
+
+// copyFlows takes over another layout's flows. Without them a server that
+// speaks first would be heard as its DIP until the client's next packet.
+func (d *Datapath) copyFlows(former tables, flags ebpf.MapUpdateFlags) error {
+	for name, from := range former {
+		to := d.objects.Flows
+		if name == "untrusted" {
+			to = d.objects.Untrusted
+		}
+		if err := eachFlow(from, func(keys []agentFlowKey, values []agentFlow) error {
+			for i := range keys {
+				if err := to.Update(&keys[i], &values[i], flags); err != nil && !errors.Is(err, ebpf.ErrKeyExist) {
+					return err
+				}
 			}
-			if from.KeySize() == to.KeySize() && from.ValueSize() == to.ValueSize() {
-				err = eachFlow(from, func(keys []agentFlowKey, values []agentFlow) error {
-					for i := range keys {
-						if err := to.Update(&keys[i], &values[i], flags); err != nil && !errors.Is(err, ebpf.ErrKeyExist) {
-							return err
-						}
-					}
-					return nil
-				})
-			}
-			if err := errors.Join(err, from.Close()); err != nil {
-				return fmt.Errorf("copy flows of another layout: %w", err)
-			}
+			return nil
+		}); err != nil {
+			return fmt.Errorf("copy flows of another layout: %w", err)
 		}
 	}
 	return nil

@@ -414,3 +414,98 @@ func TestRestartLosesNothing(t *testing.T) {
 		}
 	}
 }
+
+// Servers speak without pause on connections that begin while the agent moves
+// to another layout's maps, with so many flows to copy that it takes a while. A
+// reply that left as the DIP would have the client reset the connection.
+func TestMoveKeepsNewConnections(t *testing.T) {
+	pins := testPinDir(t)
+	l, d := ready(t, Config{PinDir: pins})
+	rules := append(l.rules(), rule(hostDIP4, lb.TCP, hostVIP4+":81", hostDIP4, 8081))
+	if err := d.Replace(rules); err != nil {
+		t.Fatal(err)
+	}
+	const flows = 100_000
+	keys, values := make([]agentFlowKey, flows), make([]agentFlow, flows)
+	for i := range keys {
+		keys[i].Client[0] = uint32(i + 1)
+	}
+	if _, err := d.objects.Flows.BatchUpdate(keys, values, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Close(); err != nil {
+		t.Fatal(err)
+	}
+
+	var listener net.Listener
+	l.in(t, "host", func() (err error) {
+		listener, err = net.Listen("tcp", hostDIP4+":8081")
+		return err
+	})
+	defer listener.Close()
+	const words = 300
+	go func() {
+		for {
+			c, err := listener.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				for range words {
+					if _, err := c.Write([]byte("word")); err != nil {
+						return
+					}
+					time.Sleep(time.Millisecond) // the pace, not a wait
+				}
+			}()
+		}
+	}()
+	var (
+		wg    sync.WaitGroup
+		stop  atomic.Bool
+		begun atomic.Uint64
+	)
+	dial := func() (net.Conn, error) {
+		var c net.Conn
+		err := l.inside("client", func() (err error) {
+			c, err = net.DialTimeout("tcp", hostVIP4+":81", 20*time.Second)
+			return err
+		})
+		return c, err
+	}
+	wg.Go(func() {
+		for !stop.Load() {
+			c, err := dial()
+			if err != nil {
+				t.Errorf("connect: %v", err)
+				return
+			}
+			begun.Add(1)
+			wg.Go(func() {
+				defer c.Close()
+				_ = c.SetDeadline(time.Now().Add(60 * time.Second))
+				if n, err := io.Copy(io.Discard, c); err != nil || n != 4*words {
+					t.Errorf("connection: %d bytes, %v", n, err)
+				}
+			})
+		}
+	})
+	more := func() {
+		n := begun.Load()
+		eventually(t, "connections begin", func() bool { return begun.Load() > n+20 || t.Failed() })
+	}
+	more()
+	d = l.open(t, Config{PinDir: pins, Flows: 2 * DefaultFlows})
+	l.agent = d
+	more()
+	if err := d.Replace(rules); err != nil {
+		t.Fatal(err)
+	}
+	more()
+	stop.Store(true)
+	wg.Wait()
+	if s, err := d.Flows(); err != nil || s.Trusted < flows {
+		t.Errorf("%+v, %v: want %d flows copied", s, err, flows)
+	}
+}

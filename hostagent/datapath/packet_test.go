@@ -402,6 +402,79 @@ func TestFloodSparesTrustedFlows(t *testing.T) {
 	}
 }
 
+// While traffic moves to maps of another layout, replies are translated by the
+// flows of both.
+func TestMovingReadsBothLayouts(t *testing.T) {
+	for _, f := range families {
+		t.Run(f.name, func(t *testing.T) {
+			before, d := loaded(t, loadConfig{Flows: 1024}, f.rules()...), loaded(t, loadConfig{}, f.rules()...)
+			former, err := openTables(before.dir)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer former.close()
+			both, err := d.loadMoving(former)
+			if err != nil {
+				t.Fatalf("%+v", err)
+			}
+			defer both.Close()
+
+			third := at(f.client, 40002)
+			f.in(tcpPacket(f.client, f.vip, syn, ""), "in_delivered", tcpPacket(f.client, f.dip, syn, "")).run(t, before, "untrusted before")
+			f.in(tcpPacket(third, f.vip, syn, ""), "in_delivered", tcpPacket(third, f.dip, syn, "")).run(t, before, "before")
+			f.in(tcpPacket(third, f.vip, ack, ""), "in_delivered", tcpPacket(third, f.dip, ack, "")).run(t, before, "trusted before")
+			f.in(tcpPacket(f.client2, f.vip, syn, ""), "in_delivered", tcpPacket(f.client2, f.dip, syn, "")).run(t, d, "after")
+			for _, client := range []string{f.client, f.client2, third} {
+				reply, want := frame(tcpPacket(f.dip, client, ack, "y").bytes()), frame(tcpPacket(f.vip, client, ack, "y").bytes())
+				if _, out, exit := run(t, d, both, reply); exit != "out_translated" || !bytes.Equal(out, want) {
+					t.Errorf("reply to %s: %s\n%s", client, exit, hex.Dump(out))
+				}
+			}
+		})
+	}
+}
+
+// Tables that take no more, as the kernel may refuse a write for want of memory:
+// a flow that can't be trusted stays untrusted, a packet whose flow can't be
+// kept is dropped, because its reply would leave as the DIP.
+func TestRefusedFlow(t *testing.T) {
+	f := families[0]
+	spec, err := loadAgent()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range spec.Maps {
+		if m.Type == ebpf.Hash {
+			m.MaxEntries = 100
+		}
+	}
+	for name, n := range map[string]uint32{"flows": 1, "untrusted": 2} {
+		spec.Maps[name].Type, spec.Maps[name].MaxEntries = ebpf.Hash, n
+	}
+	d := &Datapath{config: Config{Rules: 100}, rules: map[ruleKey]targets{}, used: newReferences()}
+	if d.exitLabels, err = labels(spec, "exit"); err != nil {
+		t.Fatal(err)
+	}
+	if err := spec.LoadAndAssign(&d.objects, nil); err != nil {
+		t.Fatalf("%+v", err)
+	}
+	defer d.Close()
+	if err := d.Replace(f.rules()); err != nil {
+		t.Fatal(err)
+	}
+	for n := range uint16(4) {
+		client := at(f.client, 40000+n)
+		for _, flags := range []uint8{syn, ack} {
+			if n < 3 {
+				f.in(tcpPacket(client, f.vip, flags, ""), "in_delivered", tcpPacket(client, f.dip, flags, "")).run(t, d, client)
+				f.out(tcpPacket(f.dip, client, ack, "y"), "out_translated", tcpPacket(f.vip, client, ack, "y")).run(t, d, client)
+			} else {
+				f.in(tcpPacket(client, f.vip, flags, ""), "in_failed").run(t, d, client)
+			}
+		}
+	}
+}
+
 // Frames that no generator of sensible packets would make.
 func TestStrangeFrames(t *testing.T) {
 	for _, f := range families {
