@@ -128,7 +128,10 @@ func (o *Options) Start(name string, w io.Writer, conditions ...string) (*Proces
 		return nil, fmt.Errorf("serve metrics (--metrics-listen): %w", err)
 	}
 	p.Addr = listener.Addr()
-	p.server = &http.Server{Handler: p.Handler(), ReadHeaderTimeout: 10 * time.Second}
+	p.server = &http.Server{
+		Handler: p.Handler(), ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute,
+		ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelWarn),
+	}
 	go func() {
 		if err := p.server.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
 			log.Error("metrics server stopped", "error", err)

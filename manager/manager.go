@@ -45,6 +45,10 @@ const (
 	maxBatch = 256
 	// tick is how often timers are looked at: silent agents, DIPs held out.
 	tick = 250 * time.Millisecond
+	// maxWaiters bounds the rollouts that are followed for metrics alone: each
+	// costs something at each report, and one node that refuses its tables makes
+	// them last.
+	maxWaiters = 64
 	// maxWaiting is how many names a rollout lists.
 	maxWaiting = 20
 )
@@ -391,7 +395,7 @@ func (b *batch) commit() (*rollout, error) {
 		if !b.waits {
 			return nil, nil
 		}
-		return m.newRollout(nil), nil
+		return m.newRollout(nil, true), nil
 	}
 	start := time.Now()
 	generation := m.generation + 1
@@ -572,5 +576,5 @@ func (m *Manager) publish(b *batch, generation uint64, changes map[string]compil
 		f()
 	}
 	m.metrics.generations.Inc()
-	return m.newRollout(sent)
+	return m.newRollout(sent, b.waits)
 }

@@ -209,3 +209,25 @@ func TestSameObjectTwice(t *testing.T) {
 		t.Errorf("DIP %s, drained %v", got, st.DrainedDIPs)
 	}
 }
+
+// Changes of health that a mux does not answer are not followed without bound.
+func TestWaitersAreBounded(t *testing.T) {
+	m, _ := newManager(t)
+	const web = "{kind: Vip, name: web, addresses: [203.0.113.10], endpoints: [{protocol: TCP, port: 80, health: {tcp: {}}, backends: [{dip: 10.0.0.1}, {dip: 10.0.0.2}]}]}\n---\n"
+	if errs := m.runAll(applying(t, orderPool+web)); errs[0] != nil {
+		t.Fatal(errs)
+	}
+	m.fake(t, RoleMux, "mux1").step(t)
+	addresses := []netip.Addr{netip.MustParseAddr("10.0.0.1")}
+	before := m.generation
+	m.cfg.Damping.Suppress = 1e9
+	for i := range 3 * maxWaiters {
+		m.runAll(func(b *batch) error {
+			b.report(addresses, []*quartetv1.CheckResult{{Id: "web/tcp-80/10.0.0.1", Healthy: i%2 == 0}})
+			return nil
+		})
+	}
+	if made := m.generation - before; made != 3*maxWaiters || len(m.waiters) > maxWaiters {
+		t.Errorf("%d rollouts of %d generations are followed", len(m.waiters), made)
+	}
+}

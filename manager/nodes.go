@@ -400,8 +400,8 @@ type pending struct {
 }
 
 // newRollout follows what the nodes sent were told; nil: what all connected
-// nodes were told last. mu is held.
-func (m *Manager) newRollout(sent []*node) *rollout {
+// nodes were told last. waits: somebody waits for it. mu is held.
+func (m *Manager) newRollout(sent []*node, waits bool) *rollout {
 	now := time.Now()
 	r := &rollout{
 		generation: m.generation, published: now, lastMux: now, last: now,
@@ -431,7 +431,7 @@ func (m *Manager) newRollout(sent []*node) *rollout {
 			r.hostPending++
 		}
 	}
-	if !r.finish() {
+	if !r.finish() && (waits || len(m.waiters) < maxWaiters) {
 		m.waiters[r] = true
 	}
 	return r

@@ -504,14 +504,18 @@ func (m *Manager) Top() *quartetv1.TopResponse {
 	type key struct{ vip, address, endpoint, dip string }
 	sums := map[key]*quartetv1.FlowCounters{}
 	out := &quartetv1.TopResponse{At: timestamppb.Now()}
+	var reported [][]*quartetv1.FlowCounters // read-only
 	m.mu.RLock()
-	defer m.mu.RUnlock()
 	for _, n := range m.nodes {
-		if n.stream == nil {
-			continue
+		if n.stream != nil {
+			out.Nodes = append(out.Nodes, &quartetv1.NodeCounters{Node: n.name, Role: n.role, Exits: n.exits})
+			reported = append(reported, n.counters)
 		}
-		out.Nodes = append(out.Nodes, &quartetv1.NodeCounters{Node: n.name, Role: n.role, Exits: n.exits})
-		for _, c := range n.counters {
+	}
+	m.mu.RUnlock()
+	// Summing a million counters takes longer than changes should wait.
+	for _, counters := range reported {
+		for _, c := range counters {
 			k := key{c.Vip, c.Address, c.Endpoint, c.Dip}
 			s := sums[k]
 			if s == nil {

@@ -121,7 +121,7 @@ func run(ctx context.Context, o options) (err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	server := rpc.NewServer(ctx, m, rpc.Config{
-		TLS: tlsConfig, Process: p.Handler(), Ready: func() bool { return len(p.Ready.Lacks()) == 0 },
+		TLS: tlsConfig, Log: p.Log, Process: p.Handler(), Ready: func() bool { return len(p.Ready.Lacks()) == 0 },
 	})
 	served := make(chan error, 1)
 	go func() {

@@ -65,7 +65,7 @@ func newSite(t *testing.T) *site {
 		t.Fatal(err)
 	}
 	process := &daemon.Process{Ready: daemon.NewReadiness()}
-	server := rpc.NewServer(ctx, s.manager, rpc.Config{TLS: tls, Process: process.Ready, Ready: func() bool { return true }})
+	server := rpc.NewServer(ctx, s.manager, rpc.Config{TLS: tls, Log: slog.New(slog.DiscardHandler), Process: process.Ready, Ready: func() bool { return true }})
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)

@@ -91,7 +91,7 @@ func (f *fabric) start() {
 		f.t.Fatal(err)
 	}
 	process := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
-	server := rpc.NewServer(ctx, m, rpc.Config{TLS: tlsConfig, Process: process, Ready: func() bool { return true }})
+	server := rpc.NewServer(ctx, m, rpc.Config{TLS: tlsConfig, Log: log, Process: process, Ready: func() bool { return true }})
 	server.ErrorLog = slog.NewLogLogger(slog.DiscardHandler, slog.LevelError)
 	f.done = make(chan struct{})
 	go func() {

@@ -7,6 +7,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"net/http"
 	"slices"
@@ -35,6 +36,7 @@ type Config struct {
 	TLS *tls.Config
 	// Process serves /healthz, /readyz and /metrics.
 	Process http.Handler
+	Log     *slog.Logger
 	// Ready says whether the manager serves, for grpc.health.v1.
 	Ready func() bool
 }
@@ -71,6 +73,7 @@ func NewServer(ctx context.Context, m *manager.Manager, c Config) *http.Server {
 	protocols.SetUnencryptedHTTP2(c.TLS == nil)
 	return &http.Server{
 		Handler:           identify(mux),
+		ErrorLog:          slog.NewLogLogger(c.Log.Handler(), slog.LevelWarn), // failed TLS handshakes
 		BaseContext:       func(net.Listener) context.Context { return ctx },
 		TLSConfig:         c.TLS,
 		Protocols:         protocols,

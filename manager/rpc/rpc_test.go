@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"maps"
 	"math/rand/v2"
 	"net/http"
@@ -908,5 +909,16 @@ func TestConcurrentApply(t *testing.T) {
 	}
 	if n := len(f.list("Vip", "").Vips); refused != 10 || n != 40 || len(m.snapshot().Vips) != 40 {
 		t.Errorf("%d refused, %d VIPs, %d on the mux", refused, n, len(m.snapshot().Vips))
+	}
+}
+
+// What the HTTP server says, such as of a node without a certificate, is in the
+// daemon's log and form.
+func TestHandshakeFailureIsLogged(t *testing.T) {
+	var text strings.Builder
+	s := rpc.NewServer(t.Context(), nil, rpc.Config{Log: slog.New(slog.NewJSONHandler(&text, nil)), Process: http.NotFoundHandler()})
+	s.ErrorLog.Print("TLS handshake error")
+	if got := text.String(); !strings.Contains(got, `"level":"WARN","msg":"TLS handshake error"`) {
+		t.Errorf("%q", got)
 	}
 }

@@ -68,11 +68,17 @@ func (c *slogCore) Write(e zapcore.Entry, fields []zapcore.Field) error {
 	}
 	attrs := make([]slog.Attr, 0, len(m.Fields))
 	for k, v := range m.Fields {
-		attrs = append(attrs, slog.Any(k, v))
+		if !whole[k] {
+			attrs = append(attrs, slog.Any(k, v))
+		}
 	}
 	c.log.LogAttrs(context.Background(), c.level(e.Level), e.Message, attrs...)
 	return nil
 }
+
+// whole are fields in which etcd's warning of a slow request has all of it, up
+// to a line of maxTxnOps keys.
+var whole = map[string]bool{"request": true, "request content": true, "response": true}
 
 func (c *slogCore) Sync() error { return nil }
 

@@ -8,8 +8,11 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
+
+	"go.uber.org/zap"
 
 	quartetv1 "github.com/quartet-lb/quartet/api/quartet/v1"
 )
@@ -232,5 +235,18 @@ func TestKeyTwice(t *testing.T) {
 	st := load(t, s)
 	if st.Nodes["mux1"].GetVersion() != "2" || len(st.DrainedMuxes) != 0 || st.Pools["a"] == nil {
 		t.Errorf("%+v", st)
+	}
+}
+
+// A slow request is told without its contents, which may be megabytes.
+func TestLogLeavesOutRequests(t *testing.T) {
+	var text strings.Builder
+	var loud atomic.Bool
+	loud.Store(true)
+	log := newLogger(slog.New(slog.NewTextHandler(&text, nil)), &loud, func(error) {})
+	log.With(zap.String("response", "size:9")).Warn("apply request took too long",
+		zap.Duration("took", time.Second), zap.String("request", "txn:<...>"), zap.String("request content", "..."))
+	if got := text.String(); !strings.Contains(got, "took=1s") || strings.Contains(got, "request=") || strings.Contains(got, "content") || strings.Contains(got, "response") {
+		t.Errorf("%s", got)
 	}
 }
