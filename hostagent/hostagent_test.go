@@ -102,7 +102,7 @@ func TestBadTablesAreRefused(t *testing.T) {
 		{"rules[0].protocol: is 262", func(h *quartetv1.HostTables) { h.Rules[0].Protocol = 262 }},
 		{"rules[1]", func(h *quartetv1.HostTables) { h.Rules[1].Dip = ip("2001:db8::1") }},
 		{"rules[1]", func(h *quartetv1.HostTables) { h.Rules[1] = h.Rules[0] }},
-		{"checks[0] (web/http/10.1.3.11): port: is 70000", func(h *quartetv1.HostTables) { h.Checks[0].Port = 70000 }},
+		{"checks[0]: id: is empty", func(h *quartetv1.HostTables) { h.Checks[0].Id = "" }},
 	} {
 		bad := tables()
 		bad.Checks = append(bad.Checks, check("web/http/10.1.3.12"))

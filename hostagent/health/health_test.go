@@ -311,20 +311,25 @@ func spec(id string, dip netip.AddrPort, h *quartetv1.Health) *quartetv1.Check {
 	return &quartetv1.Check{Id: id, Dip: dip.Addr().AsSlice(), Port: uint32(dip.Port()), Health: h}
 }
 
-func TestPrepareRefuses(t *testing.T) {
+// A check that can't run makes its own DIP unhealthy and says why; the others run.
+func TestCheckThatCannotRun(t *testing.T) {
 	dip := netip.MustParseAddrPort("127.0.0.1:80")
 	good := func(change func(*quartetv1.Check)) *quartetv1.Check {
 		c := spec("web/http/1", dip, &quartetv1.Health{Tcp: &quartetv1.TcpCheck{}})
 		change(c)
 		return c
 	}
-	m := New(Config{})
-	defer m.Close()
-	for _, c := range []struct {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	checks := []*quartetv1.Check{spec("good", netip.MustParseAddrPort(listener.Addr().String()), &quartetv1.Health{Tcp: &quartetv1.TcpCheck{}})}
+	wants := map[string]string{}
+	for i, c := range []struct {
 		want   string
 		change func(*quartetv1.Check)
 	}{
-		{"id: is empty", func(c *quartetv1.Check) { c.Id = "" }},
 		{"dip: has 5 bytes, 4 or 16 are wanted", func(c *quartetv1.Check) { c.Dip = make([]byte, 5) }},
 		{"health: is missing", func(c *quartetv1.Check) { c.Health = nil }},
 		{"health: has 0 checks", func(c *quartetv1.Check) { c.Health.Tcp = nil }},
@@ -345,14 +350,31 @@ func TestPrepareRefuses(t *testing.T) {
 			c.Health.Tcp, c.Health.Command = nil, &quartetv1.CommandCheck{Argv: []string{"../sh"}}
 		}},
 	} {
-		_, err := m.Prepare([]*quartetv1.Check{spec("a", dip, &quartetv1.Health{Tcp: &quartetv1.TcpCheck{}}), good(c.change)}, nil, true)
-		if err == nil || !strings.HasPrefix(err.Error(), "checks[1] (") || !strings.Contains(err.Error(), c.want) {
-			t.Errorf("%v, want checks[1] …%s", err, c.want)
+		bad := good(c.change)
+		bad.Id = fmt.Sprint("bad", i)
+		checks, wants[bad.Id] = append(checks, bad), c.want
+	}
+	w := newWatcher(t, Config{})
+	w.commit(t, checks, nil, true)
+	w.until(t, "good", true)
+	for id, want := range wants {
+		if r := w.until(t, id, false); !strings.Contains(r.Reason, want) {
+			t.Errorf("%s: %q, want …%s", id, r.Reason, want)
 		}
 	}
-	twice := good(func(*quartetv1.Check) {})
-	if _, err := m.Prepare([]*quartetv1.Check{twice, twice}, nil, true); err == nil || !strings.Contains(err.Error(), "given twice") {
-		t.Errorf("a check given twice: %v", err)
+}
+
+func TestPrepareRefuses(t *testing.T) {
+	m := New(Config{})
+	defer m.Close()
+	once := spec("web/http/1", netip.MustParseAddrPort("127.0.0.1:80"), &quartetv1.Health{Tcp: &quartetv1.TcpCheck{}})
+	for want, second := range map[string]*quartetv1.Check{
+		"checks[1] (web/http/1): id: given twice": once,
+		"checks[1]: id: is empty":                 {},
+	} {
+		if _, err := m.Prepare([]*quartetv1.Check{once, second}, nil, true); err == nil || err.Error() != want {
+			t.Errorf("%v, want %s", err, want)
+		}
 	}
 }
 

@@ -99,19 +99,29 @@ type Change struct {
 }
 
 // Prepare validates checks to put and ids to remove; with all, the checks are
-// the whole set. Errors name the check and the field.
+// the whole set. A check that can't run here (a command of another directory, a
+// kind that only a newer agent knows) fails for that reason, and only its DIP
+// is unhealthy. Errors are for ids that are missing or given twice.
 func (m *Monitor) Prepare(put []*quartetv1.Check, remove []string, all bool) (*Change, error) {
 	change := &Change{remove: remove, all: all}
 	seen := map[string]bool{}
 	for i, spec := range put {
-		c, err := newCheck(spec, m.config.Commands)
-		if err == nil && seen[spec.Id] {
-			err = errors.New("id: given twice")
-		}
-		if err != nil {
-			return nil, fmt.Errorf("checks[%d] (%s): %w", i, spec.GetId(), err)
+		switch id := spec.GetId(); {
+		case id == "":
+			return nil, fmt.Errorf("checks[%d]: id: is empty", i)
+		case seen[id]:
+			return nil, fmt.Errorf("checks[%d] (%s): id: given twice", i, id)
 		}
 		seen[spec.Id] = true
+		c, err := newCheck(spec, m.config.Commands)
+		if err != nil {
+			m.config.Log.Error("check can't run here", "check", spec.Id, "error", err)
+			c = &check{
+				spec: spec, kind: "invalid",
+				rule: Rule{Interval: defaultInterval, Timeout: defaultTimeout, Rise: 1, Fall: 1},
+				ask:  func(context.Context) error { return err },
+			}
+		}
 		change.put = append(change.put, c)
 	}
 	return change, nil
@@ -236,9 +246,6 @@ func phaseOf(id string, interval time.Duration) time.Duration {
 }
 
 func newCheck(spec *quartetv1.Check, commands string) (*check, error) {
-	if spec.GetId() == "" {
-		return nil, errors.New("id: is empty")
-	}
 	addr, ok := netip.AddrFromSlice(spec.Dip)
 	if !ok {
 		return nil, fmt.Errorf("dip: has %d bytes, 4 or 16 are wanted", len(spec.Dip))
