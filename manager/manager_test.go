@@ -231,3 +231,27 @@ func TestWaitersAreBounded(t *testing.T) {
 		t.Errorf("%d rollouts of %d generations are followed", len(m.waiters), made)
 	}
 }
+
+// A tunnel of a family that a mux has no address of would make it refuse every
+// change from then on: the VIP is refused in its place.
+func TestTunnelOfAFamilyThatAMuxLacks(t *testing.T) {
+	m, _ := newManager(t)
+	const pool = "{kind: VipPool, name: pool, prefixes: [203.0.113.0/24, \"2001:db8::/64\"]}\n---\n"
+	const web = "{kind: Vip, name: web, addresses: [203.0.113.10], endpoints: [{protocol: TCP, port: 80, backends: [{dip: 10.0.0.1, tunnel: \"fd00::1\"}]}]}\n---\n"
+	const web6 = "{kind: Vip, name: web, addresses: [\"2001:db8::1\", 203.0.113.10], endpoints: [{protocol: TCP, port: 80, backends: [{dip: 10.0.0.1, dip6: \"fd00::1\"}]}]}\n---\n"
+	if errs := m.runAll(applying(t, pool+web)); errs[0] != nil {
+		t.Fatal(errs[0]) // no mux is known
+	}
+	m.fake(t, RoleMux, "mux1", "10.0.1.1")
+	m.fake(t, RoleMux, "mux2", "10.0.1.2", "fd00:1::2")
+	for text, want := range map[string]string{
+		strings.Replace(web, "80", "81", 1): "Vip/web: endpoints[0].backends[0].tunnel: fd00::1 would be reached by an IPv6 tunnel, and mux mux1 has no IPv6 address",
+		web6:                                "Vip/web: endpoints[0].backends[0].dip6: fd00::1 would be reached by an IPv6 tunnel",
+		strings.Replace(web6, "dip6: \"fd00::1\"", "tunnel: 10.0.0.1", 1): "",
+		strings.Replace(web, ", tunnel: \"fd00::1\"", "", 1):              "",
+	} {
+		if err := m.runAll(applying(t, text))[0]; want == "" && err != nil || want != "" && (err == nil || !strings.Contains(err.Error(), want)) {
+			t.Errorf("%s: %v", text, err)
+		}
+	}
+}

@@ -64,7 +64,11 @@ func (m *Manager) change(ctx context.Context, arrived time.Time, waitMs uint32, 
 // change stages objects to put and to remove.
 func (b *batch) change(put []object.Object, remove []object.Ref, dryRun bool) ([]*quartetv1.Change, error) {
 	m := b.m
-	if violations := m.set.Check(put, remove); len(violations) > 0 {
+	violations := m.set.Check(put, remove)
+	if len(violations) == 0 {
+		violations = m.checkFamilies(put)
+	}
+	if len(violations) > 0 {
 		return nil, m.refuse(violations)
 	}
 	var changes []*quartetv1.Change
@@ -120,6 +124,73 @@ func (b *batch) change(put []object.Object, remove []object.Ref, dryRun bool) ([
 		}
 	}
 	return changes, nil
+}
+
+// checkFamilies refuses tunnels that a mux has no source address for. Such a mux
+// would refuse the generation as a whole, and every later one: one tenant's VIP
+// would keep all others' changes from it.
+func (m *Manager) checkFamilies(put []object.Object) []*quartetv1.FieldViolation {
+	var lacks [2]string // a mux without an IPv4, an IPv6 address
+	m.mu.RLock()
+	for _, n := range m.nodes {
+		if n.role != RoleMux || len(n.addresses) == 0 {
+			continue
+		}
+		for f := range lacks {
+			if !slices.ContainsFunc(n.addresses, func(a netip.Addr) bool { return a.Is6() == (f == 1) }) {
+				lacks[f] = max(lacks[f], n.name)
+			}
+		}
+	}
+	m.mu.RUnlock()
+	if lacks == [2]string{} {
+		return nil
+	}
+	var out []*quartetv1.FieldViolation
+	for _, o := range put {
+		for i, e := range o.Vip.GetEndpoints() {
+			for j, b := range e.Backends {
+				for f, mux := range []string{lacks[0], lacks[1]} {
+					if mux == "" {
+						continue
+					}
+					field, tunnel := tunnelTo(o.Vip, b, f == 1)
+					if field == "" {
+						continue
+					}
+					family := []string{"IPv4", "IPv6"}[f]
+					out = append(out, &quartetv1.FieldViolation{
+						Object: o.Ref().String(), Path: fmt.Sprintf("endpoints[%d].backends[%d].%s", i, j, field),
+						Message: fmt.Sprintf("%s would be reached by an %s tunnel, and mux %s has no %s address to send it from", tunnel, family, mux, family),
+						Valid:   "a tunnel of a family that each mux has an --address of; a mux that is gone for good can be deleted",
+					})
+				}
+			}
+		}
+	}
+	return out[:min(len(out), 20)]
+}
+
+// tunnelTo is a backend's tunnel of a family, and the field that it stands in;
+// "" if the VIP's packets have none of that family.
+func tunnelTo(v *quartetv1.Vip, b *quartetv1.Backend, is6 bool) (field string, tunnel netip.Addr) {
+	for _, text := range v.Addresses {
+		vip, err := netip.ParseAddr(text)
+		if err != nil || !object.BackendDIP(b, vip.Is6()).IsValid() {
+			continue
+		}
+		if tunnel = object.BackendTunnel(b, vip.Is6()); tunnel.Is6() != is6 {
+			continue
+		}
+		switch tunnel.String() {
+		case b.Dip:
+			return "dip", tunnel
+		case b.Dip6:
+			return "dip6", tunnel
+		}
+		return "tunnel", tunnel
+	}
+	return "", netip.Addr{}
 }
 
 func (m *Manager) object(ref object.Ref) (object.Object, bool) {
