@@ -70,7 +70,7 @@ with the last tables. "quartet-hostagent detach" takes it off.`,
 	f.Uint32Var(&o.datapath.Rules, "rules", datapath.DefaultRules, "most NAT `rules`")
 	f.Uint32Var(&o.datapath.Meters, "meters", datapath.DefaultMeters, "most (VIP, peer prefix, direction) `meters`")
 	f.StringVar(&o.commands, "check-commands", "", "`directory` of the programs that command checks may run; empty: none may")
-	f.StringArrayVar(&o.datapath.Interfaces, "interface", nil, "an uplink, by `name`; may be repeated")
+	f.StringArrayVar(&o.datapath.Interfaces, "interface", nil, "an uplink, or the interface of a VM that is a client of VIPs, by `name`; may be repeated")
 	pinFlag(f, &o.datapath.PinDir)
 	o.daemon.AddFlags(f, "127.0.0.1:7472")
 

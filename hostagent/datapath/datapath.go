@@ -31,6 +31,8 @@ type Config struct {
 	// Interfaces are the uplinks by name, at least one: where tunnelled packets
 	// come in and replies leave. Their drivers must run XDP natively. Replies of
 	// more than 64 KiB (BIG TCP, a raised gso_max_size) are not read: leave it off.
+	// A VM's interface is one as well if the VM is to be a client of VIPs that
+	// servers of its own host serve: those replies leave there.
 	Interfaces []string
 	// PinDir is a directory on bpffs that keeps programs and maps alive while
 	// no daemon runs. Default DefaultPinDir.

@@ -509,3 +509,34 @@ func TestMoveKeepsNewConnections(t *testing.T) {
 		t.Errorf("%+v, %v: want %d flows copied", s, err, flows)
 	}
 }
+
+// A client that is a VM of the server's own host: the reply never sees an
+// uplink. It is translated on its way to the VM where that interface is named
+// as well.
+func TestClientOnTheServersHost(t *testing.T) {
+	l := newLab(t)
+	l.serve(t, "host", hostDIP4, hostDIP6)
+	var d *Datapath
+	l.in(t, "host", func() (err error) {
+		d, err = Open(Config{Interfaces: []string{"eth0", "vm0"}, PinDir: testPinDir(t)})
+		return err
+	})
+	t.Cleanup(func() {
+		if err := d.Detach(); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := d.Replace(l.rules()); err != nil {
+		t.Fatal(err)
+	}
+	for _, vip := range []string{hostVIP4, hostVIP6} {
+		var c net.Conn
+		l.in(t, "vm", func() (err error) {
+			c, err = net.DialTimeout("tcp", netip.AddrPortFrom(addr(vip), 80).String(), 20*time.Second)
+			return err
+		})
+		if err := errors.Join(c.SetDeadline(time.Now().Add(60*time.Second)), transfer(c, 100_000), c.Close()); err != nil {
+			t.Errorf("%s: %v", vip, err)
+		}
+	}
+}
