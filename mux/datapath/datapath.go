@@ -656,7 +656,7 @@ func explainError(err error) error {
 	case errors.As(err, &verifier):
 		return fmt.Errorf("this kernel's verifier refuses the program (Linux 6.1 or newer is needed): %w", err)
 	case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES):
-		return fmt.Errorf("%w: CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON are needed (and memlock, before Linux 5.11)", err)
+		return fmt.Errorf("%w: CAP_BPF, CAP_NET_ADMIN, CAP_NET_RAW and CAP_PERFMON are needed (and memlock, before Linux 5.11)", err)
 	case errors.Is(err, btf.ErrNotFound), errors.Is(err, btf.ErrNotSupported):
 		return fmt.Errorf("%w: the kernel has no BTF (CONFIG_DEBUG_INFO_BTF)", err)
 	case errors.Is(err, ebpf.ErrMapIncompatible):

@@ -1,6 +1,7 @@
 package datapath
 
 import (
+	"encoding/binary"
 	"fmt"
 	"net/netip"
 	"os"
@@ -398,5 +399,75 @@ func TestJumboFrames(t *testing.T) {
 	exits := must2(d.Exits())
 	if exits["tx"] != 6 || exits["truncated"] != 6 {
 		t.Errorf("exits %v, want 6 tx and 6 truncated", exits)
+	}
+}
+
+// TestPathMTU: a router on the way to a DIP says that the tunnel's packets are
+// too big for it; the mux then says so to clients, less the outer headers.
+func TestPathMTU(t *testing.T) {
+	b := newBed(t)
+	c := newClient(t, b.testNet)
+	mac := b.links["up0"].Attrs().HardwareAddr
+	router4, router6 := netip.MustParseAddr("10.0.0.254"), netip.MustParseAddr("fd00::fe")
+	const narrow = 1400
+	for _, way := range []struct {
+		name     string
+		frame    []byte // of a client; over narrow bytes with the outer headers
+		outer6   bool
+		protocol uint8 // of the outer header
+		overhead int
+	}{
+		{"IPv4 in IPv4", packet(func(s *spec) { s.payload = narrow - 59 }), false, 4, 20},
+		{"IPv4 in GUE", packet(to(vip4, 1), func(s *spec) { s.payload = narrow - 60 }), false, 17, 28},
+		{"IPv4 in IPv6", packet(to(vip4, 2), func(s *spec) { s.payload = narrow - 60 }), true, 4, 40},
+		{"IPv4 in GUE over IPv6", packet(to(vip4, 3), func(s *spec) { s.payload = narrow - 60 }), true, 17, 48},
+		{"IPv6 in IPv6", packet(with6(), func(s *spec) { s.payload = narrow - 80 }), true, 41, 40},
+		{"IPv6 in IPv4", packet(with6(), udp(), to(vip6, 53), func(s *spec) { s.payload = narrow - 60 }), false, 41, 20},
+	} {
+		t.Run(way.name, func(t *testing.T) {
+			b.enter(t)
+			// The kernel's exceptions are for a pair of addresses: forget those of the case before.
+			for _, r := range must2(netlink.RouteList(b.links["up0"], netlink.FAMILY_ALL)) {
+				if r.Gw != nil {
+					must(t, netlink.RouteDel(&r))
+					must(t, netlink.RouteAdd(&r))
+				}
+			}
+			var sent result
+			wait(t, "the packet to pass", func() bool {
+				sent = runReal(t, b.d, way.frame, b.index("up0"))
+				return sent.exit == "tx"
+			})
+			about := sent.out[14:]
+			var f []byte
+			if way.outer6 {
+				if about[6] != way.protocol {
+					t.Fatalf("outer protocol %d", about[6])
+				}
+				f = icmpPacket(true, 2, 0, narrow, about[:104], func(s *spec) { s.src, s.dst = router6, source6 })
+				sum := sum16(f[22:54]) + uint32(len(f)-54) + 58 + sum16(f[54:])
+				binary.BigEndian.PutUint16(f[56:], checksum(sum))
+			} else {
+				if about[9] != way.protocol {
+					t.Fatalf("outer protocol %d", about[9])
+				}
+				// RFC 792 has a router quote eight bytes behind the header.
+				f = icmpPacket(false, 3, 4, narrow, about[:28], func(s *spec) { s.src, s.dst = router4, source4 })
+			}
+			copy(f, mac)
+			var got result
+			wait(t, "the mux to answer a packet that is too big for the router", func() bool {
+				must(t, unix.Sendto(c.socket, f, 0, &unix.SockaddrLinklayer{Ifindex: c.index}))
+				got = runReal(t, b.d, way.frame, b.index("up0"))
+				return got.exit == "fragmentation_needed"
+			})
+			mtu := binary.BigEndian.Uint32(got.out[14+20+4:])
+			if way.frame[14]>>4 == 6 {
+				mtu = binary.BigEndian.Uint32(got.out[14+40+4:])
+			}
+			if int(mtu) != narrow-way.overhead {
+				t.Errorf("told %d, want %d", mtu, narrow-way.overhead)
+			}
+		})
 	}
 }

@@ -11,14 +11,17 @@ import (
 
 	"github.com/cilium/ebpf/ringbuf"
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 )
 
 // neighbours keeps the program's next hops true: it ends cached ones when
 // routes, neighbours or interfaces change, asks for MAC addresses that the
-// program misses, and tells it what lies below VLAN interfaces.
+// program misses, tells it what lies below VLAN interfaces, and has the kernel
+// learn the path MTU of tunnels.
 type neighbours struct {
 	handle *netlink.Handle // of the namespace that the datapath was opened in
 	wanted *ringbuf.Reader
+	errors []int // sockets
 	done   chan struct{}
 	wg     sync.WaitGroup
 }
@@ -47,6 +50,10 @@ func watchNextHops(d *Datapath) (*neighbours, error) {
 	if err := n.readVLANs(d); err != nil {
 		n.close()
 		return nil, err
+	}
+	if err := n.learnPathMTU(); err != nil {
+		n.close()
+		return nil, fmt.Errorf("learn path MTU: %w", err)
 	}
 	generation := &d.settings.NextHopGeneration
 	atomic.AddUint32(generation, 1)
@@ -89,6 +96,40 @@ func watchNextHops(d *Datapath) (*neighbours, error) {
 		}
 	}()
 	return n, nil
+}
+
+// learnPathMTU opens sockets of the tunnels' protocols. Where there is one, the
+// kernel takes a router's "fragmentation needed" or "packet too big" about a
+// tunnel's packet to heart, and its FIB tells the program the smaller MTU from
+// the next time that it is asked (NEXT_HOP_LIFETIME_NS) until the exception
+// ends (net.ipv4.route.mtu_expires). Nothing is received by them.
+func (n *neighbours) learnPathMTU() error {
+	nothing := []unix.SockFilter{{Code: unix.BPF_RET | unix.BPF_K}}
+	for _, family := range []int{unix.AF_INET, unix.AF_INET6} {
+		for _, protocol := range []int{unix.IPPROTO_IPIP, unix.IPPROTO_IPV6, unix.IPPROTO_UDP} {
+			s, err := unix.Socket(family, unix.SOCK_RAW|unix.SOCK_CLOEXEC, protocol)
+			if errors.Is(err, unix.EAFNOSUPPORT) {
+				continue // IPv6 is off
+			} else if err != nil {
+				return err
+			}
+			n.errors = append(n.errors, s)
+			if err := unix.SetsockoptSockFprog(s, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER,
+				&unix.SockFprog{Len: uint16(len(nothing)), Filter: &nothing[0]}); err != nil {
+				return err
+			}
+			if family == unix.AF_INET {
+				continue
+			}
+			// IPv6 heeds errors for those only who want to hear of them; the
+			// queue, never read, stays as small as it can be.
+			if err := errors.Join(unix.SetsockoptInt(s, unix.SOL_SOCKET, unix.SO_RCVBUF, 1),
+				unix.SetsockoptInt(s, unix.IPPROTO_IPV6, unix.IPV6_RECVERR, 1)); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // resolve makes the kernel ask for a MAC address; its answer comes as a
@@ -135,6 +176,9 @@ func (n *neighbours) interfaceName(ifindex int) string {
 
 func (n *neighbours) close() {
 	close(n.done)
+	for _, s := range n.errors {
+		unix.Close(s)
+	}
 	if n.wanted != nil {
 		if err := n.wanted.Close(); err != nil && !errors.Is(err, os.ErrClosed) {
 			return
