@@ -238,7 +238,7 @@ func (l *Link[S, D]) Run(ctx context.Context) error {
 	reports.Go(func() { l.reportLoop(ctx) })
 	defer reports.Wait()
 	defer l.http.CloseIdleConnections()
-	defer l.store.close()
+	defer l.store.unlock()
 
 	backoff := l.config.MinBackoff
 	for i := 0; ctx.Err() == nil; i++ {

@@ -734,3 +734,24 @@ func TestBadConfiguration(t *testing.T) {
 		}
 	}
 }
+
+// Two processes on one directory would write to one packet path: the second is
+// refused, until the first has ended.
+func TestSecondProcessIsRefused(t *testing.T) {
+	c := Config{Name: "mux1", Managers: []string{"http://127.0.0.1:1"}, AllowPlain: true, State: t.TempDir()}
+	first, err := NewMux(c, &node{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := NewMux(c, &node{}); err == nil || err.Error() != "open state: another process runs on "+c.State {
+		t.Errorf("%v", err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := first.Run(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := NewMux(c, &node{}); err != nil {
+		t.Error(err)
+	}
+}

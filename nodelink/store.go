@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"syscall"
 
 	"google.golang.org/protobuf/proto"
 
@@ -32,6 +33,7 @@ type store struct {
 	role string
 	term uint64 // highest seen
 
+	lock     *os.File // held against a second process
 	file     *os.File // open for appending; nil before the first rewrite
 	snapshot int      // bytes of the snapshot's record
 	deltas   int      // bytes of the records after it
@@ -56,14 +58,24 @@ func openStore(dir, role string, log *slog.Logger) (*store, error) {
 		return nil, fmt.Errorf("open state: %w", err)
 	}
 	s := &store{log: log, dir: dir, path: filepath.Join(dir, "tables"), role: role, stale: true}
+	var err error
+	if s.lock, err = os.OpenFile(filepath.Join(dir, "lock"), os.O_CREATE|os.O_RDWR, 0o600); err != nil {
+		return nil, fmt.Errorf("open state: %w", err)
+	}
+	if err := syscall.Flock(int(s.lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+		_ = s.lock.Close()
+		return nil, fmt.Errorf("open state: another process runs on %s", dir)
+	}
 	text, err := os.ReadFile(filepath.Join(dir, "term"))
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 	case err != nil:
+		_ = s.lock.Close()
 		return nil, fmt.Errorf("open state: %w", err)
 	default:
 		s.term, err = strconv.ParseUint(strings.TrimSpace(string(text)), 10, 64)
 		if err != nil {
+			_ = s.lock.Close()
 			return nil, fmt.Errorf("open state: %s does not hold a term: remove it if no stale manager can be running",
 				filepath.Join(dir, "term"))
 		}
@@ -201,6 +213,12 @@ func (s *store) append(u *quartetv1.Update) error {
 	}
 	s.deltas += len(b)
 	return nil
+}
+
+// unlock lets another process have the directory.
+func (s *store) unlock() {
+	s.close()
+	_ = s.lock.Close()
 }
 
 func (s *store) close() {

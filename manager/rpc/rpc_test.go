@@ -291,7 +291,7 @@ func TestDeltasEqualSnapshot(t *testing.T) {
 			}
 			have := w.snapshot()
 			w.stop()
-			w = f.watch(w.role, w.name, hosts)
+			w = f.watch(w.role, w.name, map[string][]string{"host": hosts}[w.role])
 			if d := have.differs(w.snapshot()); d != "" {
 				t.Fatalf("after %d changes %s differs from a snapshot in %s", i+1, w.name, d)
 			}
