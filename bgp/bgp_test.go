@@ -38,6 +38,8 @@ func TestParsePeer(t *testing.T) {
 		"address=10.0.0.1,asn=1,hold=1.5s":               `hold: "1.5s" is not a whole number of seconds`,
 		"address=10.0.0.1,asn=1,bfd=5ms":                 `bfd: "5ms" is not interval*multiplier`,
 		"address=10.0.0.1,asn=1,bfd=5us*3":               `bfd: "5us*3" is not interval*multiplier`,
+		"address=10.0.0.1,asn=1,bfd=5ms*3,multihop=2":    "bfd: only for a peer on the link",
+		"address=fe80::1%eth0,asn=1,bfd=5ms*3":           "bfd: not with the link-local address fe80::1%eth0",
 		"address=10.0.0.1,asn=1,asn=2":                   "asn: given twice",
 		"address=10.0.0.1,asn=1,md5=x":                   "md5: unknown field; valid: address, asn",
 		"address=10.0.0.1,asn=1,password-file=":          "password-file:",

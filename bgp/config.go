@@ -235,6 +235,10 @@ func (p *Peer) check() error {
 		return fmt.Errorf("local: %s is not of the family of %s", p.Local, p.Address)
 	case p.BFD.Interval != 0 && (p.BFD.Interval < time.Millisecond || p.BFD.Interval > time.Hour || p.BFD.Multiplier == 0):
 		return fmt.Errorf("bfd: %s is not within 1ms..1h*1..255", p.BFD)
+	case p.BFD.Interval != 0 && p.Multihop > 1:
+		return fmt.Errorf("bfd: only for a peer on the link (RFC 5881), not with multihop=%d", p.Multihop)
+	case p.BFD.Interval != 0 && p.Address.IsLinkLocalUnicast():
+		return fmt.Errorf("bfd: not with the link-local address %s: give the peer's global one", p.Address)
 	}
 	return nil
 }
