@@ -120,6 +120,7 @@ type Datapath struct {
 	rules    map[ruleKey]targets // what the map holds
 	used     references
 	previous []string // directories of other layouts' maps, until the links left them
+	running  string   // the one of previous that links ran over when this was opened; "" if none did
 }
 
 // uplink is one interface with its two links.
@@ -202,6 +203,11 @@ func (d *Datapath) open(uplinks []uplink) error {
 	}
 	if err := d.attach(uplinks); err != nil {
 		return err
+	}
+	if d.running != "" && len(d.rules) == 0 {
+		if err := d.inheritRules(d.running); err != nil {
+			return err
+		}
 	}
 	for _, e := range entries {
 		if name := e.Name(); !e.IsDir() && !wanted[name] {
@@ -524,6 +530,7 @@ func (d *Datapath) former(used []ebpf.MapID) (tables, error) {
 			return nil, errors.Join(err, t.close())
 		}
 		if id, _ := info.ID(); slices.Contains(used, id) {
+			d.running = dir
 			return t, nil
 		}
 		if err := t.close(); err != nil {

@@ -540,3 +540,23 @@ func TestClientOnTheServersHost(t *testing.T) {
 		}
 	}
 }
+
+// A connection that lives by its rule's former target outlives a move to
+// another layout's maps.
+func TestMoveKeepsFormerTargets(t *testing.T) {
+	pins := testPinDir(t)
+	l, d := ready(t, Config{PinDir: pins})
+	c := l.dial(t, "tcp", hostVIP4)
+	rules := l.rules()
+	for i := range rules {
+		rules[i].DIPPort = 9
+	}
+	if err := errors.Join(transfer(c, 1000), d.Replace(rules), transfer(c, 1000), d.Close()); err != nil {
+		t.Fatal(err)
+	}
+	d = l.open(t, Config{PinDir: pins, Flows: 4096})
+	l.agent = d
+	if err := errors.Join(d.Replace(rules), transfer(c, 1000)); err != nil {
+		t.Error(err)
+	}
+}

@@ -4,7 +4,10 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"iter"
+	"maps"
 	"net/netip"
+	"path/filepath"
 
 	"github.com/cilium/ebpf"
 
@@ -312,12 +315,7 @@ func put(m *ebpf.Map, key, value any, there bool) error {
 func (d *Datapath) readRules() error {
 	d.rules = map[ruleKey]targets{}
 	d.used = newReferences()
-	var (
-		key   agentRuleKey
-		value agentRule
-	)
-	for it := d.objects.Rules.Iterate(); it.Next(&key, &value); {
-		k, ts := parseRule(key, value)
+	for k, ts := range rulesIn(d.objects.Rules) {
 		d.rules[k] = ts
 	}
 	d.used.count(d.rules, 1)
@@ -334,6 +332,44 @@ func (d *Datapath) readRules() error {
 	return sweep(d.objects.Dips, &dip, new(agentDip), func() bool {
 		return d.used.bits(parseAddr(dip.Address, dip.Families != 0)) != 0
 	})
+}
+
+// rulesIn are a map's rules.
+func rulesIn(m *ebpf.Map) iter.Seq2[ruleKey, targets] {
+	return func(yield func(ruleKey, targets) bool) {
+		var (
+			key   agentRuleKey
+			value agentRule
+		)
+		for it := m.Iterate(); it.Next(&key, &value); {
+			if !yield(parseRule(key, value)) {
+				return
+			}
+		}
+	}
+}
+
+// inheritRules writes the rules of the layout in dir to this one's empty maps,
+// for the former targets that connections live by.
+func (d *Datapath) inheritRules(dir string) error {
+	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, "rules"), nil)
+	if err != nil {
+		return fmt.Errorf("open rules of another layout: %w", err)
+	}
+	defer func() { _ = m.Close() }()
+	if own := d.objects.Rules; m.KeySize() != own.KeySize() || m.ValueSize() != own.ValueSize() {
+		return nil
+	}
+	inherited := maps.Collect(rulesIn(m))
+	if len(inherited) > int(d.config.Rules) {
+		return nil // the first Replace says so, if they are still to be that many
+	}
+	d.used.count(inherited, 1)
+	if err := errors.Join(d.settle(inherited), d.writeRules(inherited)); err != nil {
+		return err
+	}
+	d.rules = inherited
+	return nil
 }
 
 // sweep deletes the entries that are not to be kept. keep looks at *key.
