@@ -119,6 +119,8 @@ func Run(ctx context.Context, c Config) error {
 			m.log.Warn("close packet path", "error", err)
 		}
 	}()
+	raisePriority(c.Log)
+	c.Log.Info("starting", "name", c.Link.Name, "version", c.Link.Version, "interfaces", c.Datapath.Interfaces, "managers", c.Link.Managers)
 	c.Metrics.MustRegister(&collector{m})
 
 	// The link and the announcer outlive ctx: they are needed to drain.

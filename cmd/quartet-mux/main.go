@@ -6,14 +6,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"net/netip"
 	"os"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sys/unix"
 
 	"github.com/quartet-lb/quartet/bgp"
 	"github.com/quartet-lb/quartet/certs"
@@ -113,13 +111,11 @@ func run(ctx context.Context, o options) error {
 		return err
 	}
 	defer p.Close()
-	raisePriority(p.Log)
 	c.Log, c.Metrics, c.Ready = p.Log, p.Metrics, p.Ready
 	c.Link.Log, c.Link.Metrics = p.Log, p.Metrics
 	if c.BGP != nil {
 		c.BGP.Log = p.Log
 	}
-	p.Log.Info("starting", "name", o.name, "version", daemon.Version(), "interfaces", o.interfaces, "managers", o.managers)
 	return mux.Run(ctx, c)
 }
 
@@ -202,23 +198,4 @@ func (o *options) bgp(c *mux.Config) error {
 	}
 	c.BGP = b
 	return nil
-}
-
-// raisePriority makes the threads of this process, and those they start, come
-// before others': BFD packets are due every few milliseconds. Without the
-// capability it runs as everybody.
-func raisePriority(log *slog.Logger) {
-	threads, err := os.ReadDir("/proc/self/task")
-	for _, t := range threads {
-		var id int
-		if _, err = fmt.Sscan(t.Name(), &id); err == nil {
-			err = unix.Setpriority(unix.PRIO_PROCESS, id, -15)
-		}
-		if err != nil {
-			break
-		}
-	}
-	if err != nil {
-		log.Warn("priority not raised: BFD may see a loaded machine as a dead one", "error", err)
-	}
 }

@@ -186,6 +186,11 @@ func Open(config Config) (*Datapath, error) {
 }
 
 func (d *Datapath) open() error {
+	// No program of the mux reads the kernel's own types, but host agents' do:
+	// one rule for all nodes.
+	if !exists("/sys/kernel/btf/vmlinux") {
+		return errors.New("this kernel has no BTF; valid: a kernel with CONFIG_DEBUG_INFO_BTF")
+	}
 	_ = rlimit.RemoveMemlock() // kernels since 5.11 don't need it
 	if err := mountBPF(d.config.PinDir); err != nil {
 		return err
@@ -420,14 +425,25 @@ func (d *Datapath) recover() error {
 }
 
 // attach puts the program on every interface, in place of the one of an
-// earlier process, and takes it off those no longer configured.
+// earlier process, and takes it off those no longer configured. If one fails,
+// no other has a program that had none before.
 func (d *Datapath) attach() error {
 	if err := os.MkdirAll(d.linkDir(), 0o700); err != nil {
 		return err
 	}
+	var fresh []string
 	for _, name := range d.config.Interfaces {
-		if err := d.attachTo(name); err != nil {
+		isFresh, err := d.attachTo(name)
+		if err != nil {
+			for _, other := range fresh {
+				_ = unpinLink(filepath.Join(d.linkDir(), other)) // the first error counts
+				d.links[other].Close()
+				delete(d.links, other)
+			}
 			return fmt.Errorf("attach mux to %s: %w", name, err)
+		}
+		if isFresh {
+			fresh = append(fresh, name)
 		}
 	}
 	pins, err := os.ReadDir(d.linkDir())
@@ -444,13 +460,14 @@ func (d *Datapath) attach() error {
 	return d.removeOtherLayouts()
 }
 
-func (d *Datapath) attachTo(name string) error {
+// attachTo says whether name had no program of a mux before.
+func (d *Datapath) attachTo(name string) (fresh bool, err error) {
 	iface, err := net.InterfaceByName(name)
 	if err != nil {
-		return errors.New("no such interface")
+		return false, errors.New("no such interface")
 	}
 	if err := enableForwarding(name); err != nil {
-		return err
+		return false, err
 	}
 	pin := filepath.Join(d.linkDir(), name)
 	if l, err := link.LoadPinnedLink(pin, nil); err == nil {
@@ -458,18 +475,18 @@ func (d *Datapath) attachTo(name string) error {
 		if err == nil && info.XDP() != nil && int(info.XDP().Ifindex) == iface.Index {
 			if err := l.Update(d.mux); err != nil {
 				l.Close()
-				return err
+				return false, err
 			}
 			d.links[name] = l
-			return nil
+			return false, nil
 		}
 		// The interface that it was on is gone.
 		l.Close()
 		if err := os.Remove(pin); err != nil {
-			return err
+			return false, err
 		}
 	} else if !errors.Is(err, os.ErrNotExist) {
-		return err
+		return false, err
 	}
 	flags := link.XDPDriverMode
 	l, err := link.AttachXDP(link.XDPOptions{Program: d.mux, Interface: iface.Index, Flags: flags})
@@ -478,18 +495,20 @@ func (d *Datapath) attachTo(name string) error {
 	}
 	switch {
 	case errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, link.ErrNotSupported):
-		return errors.New("its driver has no XDP (generic: true takes the kernel's slower hook)")
+		return false, errors.New("its driver has no XDP (generic: true takes the kernel's slower hook)")
+	case errors.Is(err, unix.ERANGE):
+		return false, fmt.Errorf("its MTU of %d is more than its driver's XDP can take", iface.MTU)
 	case errors.Is(err, unix.EBUSY), errors.Is(err, unix.EEXIST):
-		return errors.New("another XDP program is on it")
+		return false, errors.New("another XDP program is on it")
 	case err != nil:
-		return err
+		return false, err
 	}
 	if err := l.Pin(pin); err != nil {
 		l.Close()
-		return err
+		return false, err
 	}
 	d.links[name] = l
-	return nil
+	return true, nil
 }
 
 // attachPending lets this datapath take over from another layout's, once it
@@ -654,11 +673,9 @@ func explainError(err error) error {
 	var verifier *ebpf.VerifierError
 	switch {
 	case errors.As(err, &verifier):
-		return fmt.Errorf("this kernel's verifier refuses the program (Linux 6.1 or newer is needed): %w", err)
+		return fmt.Errorf("this kernel's verifier refuses the program (Linux 6.6 or newer is needed): %w", err)
 	case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES):
 		return fmt.Errorf("%w: CAP_BPF, CAP_NET_ADMIN, CAP_NET_RAW and CAP_PERFMON are needed (and memlock, before Linux 5.11)", err)
-	case errors.Is(err, btf.ErrNotFound), errors.Is(err, btf.ErrNotSupported):
-		return fmt.Errorf("%w: the kernel has no BTF (CONFIG_DEBUG_INFO_BTF)", err)
 	case errors.Is(err, ebpf.ErrMapIncompatible):
 		return fmt.Errorf("%w: the pin directory belongs to another program", err)
 	}

@@ -78,6 +78,9 @@ func Open(c Config) (*Prober, error) {
 		p.families = append(p.families, f)
 		if err != nil {
 			p.Close()
+			if errors.Is(err, unix.EPERM) {
+				err = fmt.Errorf("%w: CAP_NET_RAW is needed", err)
+			}
 			return nil, fmt.Errorf("open sockets to probe tunnels from %s: %w", source, err)
 		}
 	}
