@@ -73,6 +73,7 @@ type endpointRecord struct{ Key, Word uint64 }
 // Datapath is an attached mux. Its methods may be called concurrently.
 type Datapath struct {
 	config      Config
+	made        bool // by Open: dir
 	spec        *ebpf.CollectionSpec
 	dir         string // of this layout's maps, below Config.PinDir
 	maps        muxMaps
@@ -180,9 +181,19 @@ func Open(config Config) (*Datapath, error) {
 	}
 	if err := d.open(); err != nil {
 		d.Close()
+		d.discard()
 		return nil, fmt.Errorf("open mux datapath: %w", explainError(err))
 	}
 	return d, nil
+}
+
+// discard removes what a failed Open made.
+func (d *Datapath) discard() {
+	if d.made {
+		_ = os.RemoveAll(d.dir)
+		_ = os.Remove(d.linkDir()) // these unless something is in them
+		_ = os.Remove(d.config.PinDir)
+	}
 }
 
 func (d *Datapath) open() error {
@@ -219,6 +230,7 @@ func (d *Datapath) open() error {
 			return err
 		}
 	}
+	d.made = !exists(d.dir)
 	if err := d.load(); err != nil {
 		return err
 	}
@@ -235,7 +247,10 @@ func (d *Datapath) open() error {
 	if d.pending {
 		return nil
 	}
-	return d.attach()
+	if err := d.attach(); err != nil {
+		return err
+	}
+	return d.removeOtherLayouts()
 }
 
 // resize sets the maps' sizes by the configuration.
@@ -457,7 +472,7 @@ func (d *Datapath) attach() error {
 			}
 		}
 	}
-	return d.removeOtherLayouts()
+	return nil
 }
 
 // attachTo says whether name had no program of a mux before.
@@ -512,20 +527,24 @@ func (d *Datapath) attachTo(name string) (fresh bool, err error) {
 }
 
 // attachPending lets this datapath take over from another layout's, once it
-// has its tables.
+// has its tables. Its maps get their name before packets go by them, so that
+// whenever this process ends, the next finds complete tables.
 func (d *Datapath) attachPending() error {
 	if !d.pending {
 		return nil
 	}
+	final := strings.TrimSuffix(d.dir, besideSuffix)
+	if d.dir != final {
+		if err := os.Rename(d.dir, final); err != nil {
+			return err
+		}
+		d.dir = final
+	}
 	if err := d.attach(); err != nil {
 		return err
 	}
-	final := strings.TrimSuffix(d.dir, besideSuffix)
-	if err := os.Rename(d.dir, final); err != nil {
-		return err
-	}
-	d.dir, d.pending = final, false
-	return nil
+	d.pending = false
+	return d.removeOtherLayouts()
 }
 
 func (d *Datapath) removeOtherLayouts() error {

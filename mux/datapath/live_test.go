@@ -274,9 +274,10 @@ func TestDetach(t *testing.T) {
 
 // TestOpenErrors: one line that says what is wrong.
 func TestOpenErrors(t *testing.T) {
-	newTestNet(t)
+	n := newTestNet(t)
 	dir := pinDir(t)
 	for want, change := range map[string]func(*Config){
+		"attach mux to nowhere1: no such interface": func(c *Config) { c.Interfaces = []string{"up0", "nowhere1"} },
 		"attach mux to nowhere0: no such interface": func(c *Config) { c.Interfaces = []string{"nowhere0"} },
 		"interfaces: none":                          func(c *Config) { c.Interfaces = nil },
 		"idle_trusted: 24h0m0s; 1m0s to 8h0m0s":     func(c *Config) { c.IdleTrusted = 24 * time.Hour },
@@ -294,6 +295,37 @@ func TestOpenErrors(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "\n") {
 			t.Errorf("error %q, want one line with %q", err, want)
 		}
+		if left, err := os.ReadDir(dir); err == nil && len(left) > 0 {
+			t.Errorf("%s: %v is left behind", want, left)
+		}
+		if l := must2(netlink.LinkByIndex(n.index("up0"))); l.Attrs().Xdp != nil && l.Attrs().Xdp.Attached {
+			t.Errorf("%s: the program is still on up0", want)
+		}
+	}
+}
+
+// TestUpgradeInterrupted: a process that ends while its layout takes over
+// leaves complete tables to the next.
+func TestUpgradeInterrupted(t *testing.T) {
+	newTestNet(t)
+	config := testConfig(pinDir(t))
+	d := openTest(t, config)
+	must(t, d.Replace(testTables()))
+	must(t, d.Close())
+	config.Flows *= 2 // another layout
+	config.Interfaces = []string{"up0", "nowhere0"}
+	d = openTest(t, config)
+	if err := d.Replace(testTables()); err == nil || !strings.Contains(err.Error(), "nowhere0") {
+		t.Fatalf("error %v", err)
+	}
+	must(t, d.Close())
+	config.Interfaces = []string{"up0"}
+	d = openTest(t, config)
+	if got := len(d.Endpoints()); got != len(testTables().Endpoints) {
+		t.Errorf("%d endpoints are left of %d, though packets go by these tables", got, len(testTables().Endpoints))
+	}
+	if left := must2(os.ReadDir(config.PinDir)); len(left) != 2 {
+		t.Errorf("pinned: %v, want the links and one layout's maps", left)
 	}
 }
 

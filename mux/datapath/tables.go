@@ -151,6 +151,9 @@ func (d *Datapath) validate(delta *Delta) error {
 		if vips[v.Addr] {
 			return fmt.Errorf("vips[%d].address: %s is there twice", i, v.Addr)
 		}
+		if v.Addr == d.config.Source4 || v.Addr == d.config.Source6 {
+			return fmt.Errorf("vips[%d].address: %s is the mux's own tunnel source", i, v.Addr)
+		}
 		vips[v.Addr] = true
 	}
 	gone := map[lb.Endpoint]bool{}
@@ -190,14 +193,15 @@ func (d *Datapath) validate(delta *Delta) error {
 			return fmt.Errorf("%s is there twice", at)
 		}
 		puts[e.Endpoint] = true
-		if err := d.validateDIPs(e, at); err != nil {
+		if err := d.validateDIPs(e, at, vips); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func (d *Datapath) validateDIPs(e *Endpoint, at string) error {
+// validateDIPs is given the VIPs that come with e.
+func (d *Datapath) validateDIPs(e *Endpoint, at string, vips map[netip.Addr]bool) error {
 	if n := len(e.Buckets); n&(n-1) != 0 || n > MaxBuckets {
 		return fmt.Errorf("%s.buckets: %d of them; none or a power of two up to %d", at, n, MaxBuckets)
 	}
@@ -226,7 +230,7 @@ func (d *Datapath) validateDIPs(e *Endpoint, at string) error {
 		if dst.Is4() && !d.config.Source4.IsValid() || dst.Is6() && !d.config.Source6.IsValid() {
 			return fmt.Errorf("%s.tunnel: %s is of a family that the mux has no source address in", at, dst)
 		}
-		if _, is := d.vips[dst]; is {
+		if vips[dst] || d.vips[dst] != nil {
 			return fmt.Errorf("%s.tunnel: %s is a VIP: packets would come back", at, dst)
 		}
 	}

@@ -143,7 +143,10 @@ func TestBadTablesAreRefused(t *testing.T) {
 		"is not a unicast":                  with(func(e *Endpoint) { e.DIPs[0].Tunnel.Dst = netip.Addr{} }),
 		"is a VIP: packets would come back": with(func(e *Endpoint) { e.DIPs[0].Tunnel.Dst = vip4 }),
 		"4 endpoints are left":              {DeleteVIPs: []netip.Addr{vip6}},
-		"vips[0].address":                   {PutVIPs: []VIP{{Name: "none"}}},
+		"is the mux's own tunnel source":    {PutVIPs: []VIP{{Addr: source4}}},
+		"10.9.9.9 is a VIP: packets": {PutVIPs: []VIP{{Addr: netip.MustParseAddr("10.9.9.9")}},
+			PutEndpoints: []Endpoint{evenly(vip4, lb.TCP, 80, lb.ConsistencyHash, 1, ipip("10.9.9.9", 80))}},
+		"vips[0].address": {PutVIPs: []VIP{{Name: "none"}}},
 	} {
 		if err := b.d.Apply(delta); err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "\n") {
 			t.Errorf("error %v, want one line with %q", err, want)
