@@ -70,7 +70,7 @@ func Start(ctx context.Context, c Config) (Speaker, error) {
 	}
 	log := c.Log
 	s := &speaker{
-		server:    server.NewBgpServer(server.LoggerOption(log, nil)),
+		server:    server.NewBgpServer(server.LoggerOption(slog.New(demoted{log.Handler()}), nil)),
 		config:    c,
 		announced: map[netip.Prefix]Route{},
 	}
@@ -441,4 +441,30 @@ func (s *speaker) Stop(ctx context.Context) error {
 	}
 	s.bfd.stop()
 	return err
+}
+
+// demoted logs GoBGP's information for debugging only: it is about its own
+// doings, "shutting down" among them before the one line of a refusal.
+type demoted struct{ slog.Handler }
+
+func (d demoted) Enabled(ctx context.Context, level slog.Level) bool {
+	return d.Handler.Enabled(ctx, demote(level))
+}
+
+func (d demoted) Handle(ctx context.Context, r slog.Record) error {
+	r.Level = demote(r.Level)
+	return d.Handler.Handle(ctx, r)
+}
+
+func (d demoted) WithAttrs(attrs []slog.Attr) slog.Handler {
+	return demoted{d.Handler.WithAttrs(attrs)}
+}
+
+func (d demoted) WithGroup(name string) slog.Handler { return demoted{d.Handler.WithGroup(name)} }
+
+func demote(level slog.Level) slog.Level {
+	if level == slog.LevelInfo {
+		return slog.LevelDebug
+	}
+	return level
 }

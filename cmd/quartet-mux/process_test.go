@@ -5,13 +5,17 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // host is a namespace with the real binary beside it.
@@ -89,9 +93,31 @@ func (h *host) run(before []string, args ...string) (output string, status int) 
 	return out.String(), c.ProcessState.ExitCode()
 }
 
-// starts runs the mux until its log says that it starts, stops it, and returns
-// all that it logged.
-func (h *host) starts(before []string, args ...string) string {
+// listen takes a port in the namespace for the test's time.
+func (h *host) listen(address string) {
+	h.t.Helper()
+	failed := make(chan error)
+	go func() {
+		runtime.LockOSThread() // the thread ends with the goroutine
+		fd, err := unix.Open("/run/netns/"+h.ns, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+		if err == nil {
+			defer unix.Close(fd)
+			err = unix.Setns(fd, unix.CLONE_NEWNET)
+		}
+		if err == nil {
+			var l net.Listener
+			if l, err = net.Listen("tcp", address); err == nil {
+				h.t.Cleanup(func() { l.Close() })
+			}
+		}
+		failed <- err
+	}()
+	must(h.t, <-failed)
+}
+
+// starts runs the mux until its log says until, stops it, and returns all that
+// it logged.
+func (h *host) starts(until string, before []string, args ...string) string {
 	h.t.Helper()
 	c := h.command(before, args...)
 	r, w, err := os.Pipe()
@@ -103,18 +129,20 @@ func (h *host) starts(before []string, args ...string) string {
 	late := time.AfterFunc(20*time.Second, func() { c.Process.Kill() })
 	defer late.Stop()
 	var log []byte
+	stopped := false // a second signal would kill it
 	for buffer := make([]byte, 4096); ; {
 		n, err := r.Read(buffer)
 		log = append(log, buffer[:n]...)
-		if bytes.Contains(log, []byte("msg=starting")) {
+		if !stopped && bytes.Contains(log, []byte(until)) {
 			c.Process.Signal(syscall.SIGTERM)
+			stopped = true
 		}
 		if errors.Is(err, io.EOF) {
 			break
 		}
 	}
-	if err := c.Wait(); err != nil || !bytes.Contains(log, []byte("msg=starting")) {
-		h.t.Errorf("did not start and stop: %v\n%s", err, log)
+	if err := c.Wait(); err != nil || !bytes.Contains(log, []byte(until)) {
+		h.t.Errorf("did not log %s, or not stop: %v\n%s", until, err, log)
 	}
 	return string(log)
 }
@@ -152,7 +180,48 @@ func TestRefusals(t *testing.T) {
 	h.refused(`attach mux to lo: its driver has no XDP`, nil, h.args("--interface", "lo")...)
 	h.refused("attach mux to eth7: no such interface", nil, h.args("--interface", "eth7")...)
 	h.refused(h.file("taken"), nil, h.args("--state-dir", h.file("taken"))...)
+	h.listen("127.0.0.1:7471")
+	h.refused("listen on 127.0.0.1:7471: another process has this port", nil, h.args("--metrics-listen", "127.0.0.1:7471")...)
+	h.listen(":179")
+	h.refused("start BGP: listen on port 179: another process has this port", nil, h.args(bgpFlags...)...)
 	if h.attached("eth0") || h.attached("lo") {
 		t.Error("something was attached")
+	}
+
+	h.starts("msg=starting", nil, h.args()...)
+	if !h.attached("eth0") {
+		t.Fatal("a stopped mux leaves its program, and it is not there")
+	}
+	other := h.pins() + "-other"
+	defer h.run(nil, "detach", "--pin-dir", other)
+	h.refused("attach mux to eth0: another XDP program is on it", nil, h.args("--pin-dir", other)...)
+	h.starts("msg=starting", nil, h.args("--generic", "--interface", "lo")...)
+	if !h.attached("lo") {
+		t.Error("--generic: not attached to lo")
+	}
+}
+
+var bgpFlags = []string{"--bgp-asn", "65301", "--bgp-peer", "address=10.1.1.254,asn=65201,bfd=50ms*3"}
+
+// The unit's capabilities are enough.
+func TestUnitCapabilities(t *testing.T) {
+	h := newHost(t)
+	unit, err := os.ReadFile("../../packaging/systemd/quartet-mux.service")
+	must(t, err)
+	_, rest, found := strings.Cut(string(unit), "\nCapabilityBoundingSet=")
+	line, _, _ := strings.Cut(rest, "\n")
+	if !found {
+		t.Fatal("the unit bounds no capabilities")
+	}
+	within := []string{"setpriv", "--no-new-privs", "--bounding-set=-all"}
+	for _, c := range strings.Fields(line) {
+		within[2] += ",+" + strings.ToLower(strings.TrimPrefix(c, "CAP_"))
+	}
+	// The peer's state is looked at once all has been opened.
+	log := h.starts(`msg="BGP peer"`, within, h.args(bgpFlags...)...)
+	for _, line := range strings.Split(log, "\n") {
+		if strings.Contains(line, "permitted") || strings.Contains(line, "permission") || strings.Contains(line, "priority") {
+			t.Errorf("under the unit's capabilities: %s", line)
+		}
 	}
 }
