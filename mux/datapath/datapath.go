@@ -45,7 +45,11 @@ const fragmentLifetime = 30 * time.Second
 // Config is what a datapath is opened with. Sizes are of memory that is
 // reserved at once, but for buckets, whose memory grows with use.
 type Config struct {
-	Interfaces []string // that packets come in by
+	// Interfaces that packets come in by. Packets may leave by others, whose
+	// drivers must then take redirected frames: one that doesn't (a veth
+	// without GRO or an XDP program at its far side) drops them, counted as
+	// redirect here, seen by the kernel's tracepoint xdp:xdp_redirect_err only.
+	Interfaces []string
 	// PinDir is a directory on a BPF filesystem; one is mounted at
 	// /sys/fs/bpf if PinDir is below it and it is not. Default
 	// /sys/fs/bpf/quartet-mux.

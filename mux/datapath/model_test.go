@@ -348,6 +348,14 @@ func (m *model) choose(e *Endpoint, flow lb.Flow, syn, onlyLook bool) (modelChoi
 	if table && !onlyLook && m.insert(hash, choice) && flow.Protocol == lb.UDP {
 		choice.newFlow = true
 	}
+	if table && !onlyLook && syn {
+		beside := m.lines(hash)[1]
+		for i := range beside {
+			if f := &beside[i]; f.fingerprint == fingerprint(hash) && (f.dip != choice.dip || f.endpoint != choice.endpoint) {
+				f.used = false
+			}
+		}
+	}
 	return choice, true
 }
 

@@ -749,6 +749,21 @@ CHECKED_ONCE int insert_flow(__u64 hash, __u32 dip, __u64 time)
 	return 0;
 }
 
+/* An older entry that a SYN's flow has in the line beside would bind it to
+ * another DIP once the SYN's own has ended. */
+CHECKED_ONCE int forget_beside(__u64 hash, __u32 dip)
+{
+	struct flow_line *line = flow_line(hash, 1);
+	if (!line)
+		return 0;
+	for (__u32 i = 0; i < FLOW_LINE_ENTRIES; i++) {
+		__u64 e = READ_ONCE(line->entry[i]);
+		if (e && !((e ^ flow_fingerprint(hash)) & FLOW_FINGERPRINT) && FLOW_DIP(e) != dip)
+			__sync_val_compare_and_swap(&line->entry[i], e, 0);
+	}
+	return 0;
+}
+
 /* For when the table was swapped, and a DIP of the old one removed, between the
  * look at the one and at the other. */
 CHECKED_ONCE __u32 bucket_dip_again(__u64 hash, __u32 endpoint)
@@ -812,6 +827,8 @@ INLINE enum exit choose_dip(struct run *run, const struct packet *p, __u32 endpo
 	TRACE(run, chosen_by, CHOSEN_BY_BUCKET);
 	if (table && !only_look && insert_flow(hash, choice->id, run->now))
 		choice->new_flow |= p->l4_proto == IPPROTO_UDP;
+	if (table && !only_look && syn)
+		forget_beside(hash, choice->id);
 	return EXIT_TX;
 }
 

@@ -557,3 +557,57 @@ func TestKernelMemory(t *testing.T) {
 		t.Errorf("putting one endpoint took %d steps", lines)
 	}
 }
+
+// TestSynFollowsItsFlowBeside: an older entry in the line beside is not left to
+// come back when the SYN's own has ended.
+func TestSynFollowsItsFlowBeside(t *testing.T) {
+	b := newBed(t)
+	b.enter(t)
+	a, z := ipip("10.1.0.1", 443), ipip("10.1.0.2", 443)
+	e := evenly(vip4, lb.TCP, 443, lb.ConsistencyTable, 1, a, z)
+	must(t, b.d.Apply(Delta{PutEndpoints: []Endpoint{e}}))
+	run := func(opts ...opt) lb.DIP {
+		t.Helper()
+		r := runReal(t, b.d, packet(append([]opt{to(vip4, 443)}, opts...)...), b.index("up0"))
+		if r.counted == nil {
+			t.Fatalf("exit %s", r.exit)
+		}
+		return r.counted.DIP
+	}
+	if run() != a {
+		t.Fatal("the flow did not go to the bucket's DIP")
+	}
+	// Its line was full when it came, so that it had to go beside.
+	for i := range b.d.flowLines {
+		for j, entry := range b.d.flowLines[i].Entry {
+			if entry != 0 {
+				b.d.flowLines[i].Entry[j] = 0
+				b.d.flowLines[i^1].Entry[j] = entry
+				i = len(b.d.flowLines)
+				break
+			}
+		}
+		if i == len(b.d.flowLines) {
+			break
+		}
+	}
+	e.Buckets = []uint16{1}
+	must(t, b.d.Apply(Delta{PutEndpoints: []Endpoint{e}}))
+	if run() != a {
+		t.Fatal("the flow was not found beside")
+	}
+	if run(func(s *spec) { s.syn, s.ack = true, false }) != z {
+		t.Fatal("a SYN was bound to an old flow's DIP")
+	}
+	entries := 0
+	for i := range b.d.flowLines {
+		for _, entry := range b.d.flowLines[i].Entry {
+			if entry != 0 {
+				entries++
+			}
+		}
+	}
+	if entries != 1 {
+		t.Errorf("the flow has %d entries: the older will bind it to another DIP when the younger has ended", entries)
+	}
+}
