@@ -534,6 +534,37 @@ func TestHostAgent(t *testing.T) {
 	s.until("eth0 has no XDP program", func() bool { return !s.attached() }) // the kernel frees links later
 }
 
+// The unit's capabilities are enough: the agent becomes ready, and warns of nothing.
+func TestUnitCapabilities(t *testing.T) {
+	s := newSite(t)
+	unit, err := os.ReadFile("../../packaging/systemd/quartet-hostagent.service")
+	must(t, err)
+	_, rest, found := strings.Cut(string(unit), "\nCapabilityBoundingSet=")
+	line, _, _ := strings.Cut(rest, "\n")
+	if !found {
+		t.Fatal("the unit bounds no capabilities")
+	}
+	bounding := "--bounding-set=-all"
+	for _, c := range strings.Fields(line) {
+		bounding += ",+" + strings.ToLower(strings.TrimPrefix(c, "CAP_"))
+	}
+	s.startManager()
+	s.until("the manager answers", func() bool {
+		_, err := s.operator.List(t.Context(), &quartetv1.ListRequest{Kind: "Dip"})
+		return err == nil
+	})
+	must(t, os.WriteFile(s.file("bounded"), []byte("#!/bin/sh\nexec setpriv --no-new-privs "+bounding+" "+s.file("quartet-hostagent")+` "$@"`+"\n"), 0o755))
+	s.agent = s.start("host", "agent.log", "bounded", s.agentArgs()...)
+	s.untilReady()
+	s.apply(pool, vip)
+	s.until("the DIP is checked", func() bool { return s.dipState() == "unhealthy" })
+	log, err := os.ReadFile(s.file("agent.log"))
+	must(t, err)
+	if strings.Contains(string(log), "level=WARN") || strings.Contains(string(log), "level=ERROR") {
+		t.Errorf("under the unit's capabilities:\n%s", log)
+	}
+}
+
 // Bad flags and a place that is taken: one clear line, status 1, nothing attached.
 func TestRefusals(t *testing.T) {
 	s := newSite(t)
@@ -574,6 +605,12 @@ func TestRefusals(t *testing.T) {
 		if last := lines[len(lines)-1]; status != 1 || len(lines) != 1 || !strings.HasPrefix(last, "quartet-hostagent: ") || !strings.Contains(last, c.want) {
 			t.Errorf("%v: status %d: %s\nwant one line with %s", c.args, status, out, c.want)
 		}
+	}
+	noBTF := exec.Command("nsenter", append([]string{"--net=/run/netns/" + s.prefix + "host", "unshare", "-m", "sh", "-c",
+		`mount -t tmpfs none /sys/kernel/btf && exec "$@"`, "sh", s.file("quartet-hostagent")}, with("--metrics-listen", "")...)...)
+	if out, _ := noBTF.CombinedOutput(); noBTF.ProcessState.ExitCode() != 1 || bytes.Count(out, []byte("\n")) != 1 ||
+		!bytes.Contains(out, []byte("this kernel has no BTF")) {
+		t.Errorf("without BTF: status %d: %s", noBTF.ProcessState.ExitCode(), out)
 	}
 	if s.attached() {
 		t.Error("something was attached to eth0")
