@@ -13,6 +13,7 @@ import (
 	"strings"
 	"time"
 
+	dto "github.com/prometheus/client_model/go"
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
 	"gonum.org/v1/gonum/stat/distuv"
@@ -111,14 +112,8 @@ func (r *runner) observe(name string, args []string) (value, error) {
 		return r.linkCounter(name, args[0], args[1])
 	case "forwarded":
 		return number(r.lab.metric(r.ctx, args[0], "quartet_mux_forwarded_packets_total", nil))
-	case "exit":
-		metric := "quartet_mux_exits_total"
-		if n, err := r.node(args[0]); err != nil {
-			return value{}, err
-		} else if n.Role == Host {
-			metric = "quartet_hostagent_exits_total"
-		}
-		return number(r.lab.metric(r.ctx, args[0], metric, map[string]string{"exit": args[1]}))
+	case "exit", "event":
+		return number(r.counter(name, args[0], args[1]))
 	case "current":
 		a, err := r.lab.list(r.ctx, "Vip")
 		if err != nil {
@@ -200,6 +195,41 @@ func (r *runner) observe(name string, args []string) (value, error) {
 	return value{}, fmt.Errorf("%s can't be observed", name)
 }
 
+// counter sums what the packet paths of a node, of all muxes or of all hosts
+// counted under an exit's or event's name, which must be one that they know.
+func (r *runner) counter(what, nodes, name string) (float64, error) {
+	var of []*Node
+	switch nodes {
+	case "muxes":
+		of = r.lab.Topology.Role(Mux)
+	case "hosts":
+		of = r.lab.Topology.Role(Host)
+	default:
+		n, err := r.node(nodes)
+		if err != nil {
+			return 0, err
+		}
+		of = []*Node{n}
+	}
+	total := 0.0
+	for _, n := range of {
+		metric := "quartet_mux_" + what + "s_total"
+		if n.Role == Host {
+			metric = "quartet_hostagent_" + what + "s_total"
+		}
+		families, err := r.lab.scrape(r.ctx, n.Name)
+		if err != nil {
+			return 0, err
+		}
+		f, found := sumOf(families[metric], map[string]string{what: name})
+		if !found {
+			return 0, fmt.Errorf("%s counts no %s %q", n.Name, what, name)
+		}
+		total += f
+	}
+	return total, nil
+}
+
 func truth(b bool) float64 {
 	if b {
 		return 1
@@ -267,22 +297,27 @@ func (l *Lab) metric(ctx context.Context, node, name string, labels map[string]s
 		return 0, err
 	}
 	// Counters by VIP are absent before there is one.
-	family := families[name]
-	total := 0.0
+	total, _ := sumOf(families[name], labels)
+	return total, nil
+}
+
+// sumOf sums the samples that have the labels, if there are any.
+func sumOf(family *dto.MetricFamily, labels map[string]string) (total float64, found bool) {
 samples:
 	for _, m := range family.GetMetric() {
 		for label, want := range labels {
-			found := false
+			has := false
 			for _, p := range m.GetLabel() {
-				found = found || p.GetName() == label && p.GetValue() == want
+				has = has || p.GetName() == label && p.GetValue() == want
 			}
-			if !found {
+			if !has {
 				continue samples
 			}
 		}
 		total += m.GetCounter().GetValue() + m.GetGauge().GetValue() + m.GetUntyped().GetValue()
+		found = true
 	}
-	return total, nil
+	return total, found
 }
 
 func (l *Lab) get(ctx context.Context, node, path string) (int, string, error) {

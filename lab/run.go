@@ -274,8 +274,8 @@ func (r *runner) step(s scenario.Step) error {
 		if err != nil {
 			return err
 		}
-		r.later("ignore-mss "+args[0], net.HeedMSS)
-		return net.IgnoreMSS(r.lab.MTU - 40)
+		r.later("ignore-mss "+args[0], func() error { return errors.Join(net.HeedMSS(), r.forgetPaths()) })
+		return net.IgnoreMSS(r.lab.MTU)
 	case "bfd":
 		return r.bfd(args[0])
 	case "configure":
@@ -725,6 +725,8 @@ func (l *Lab) between(a, b string) (*Link, *Node, *Node, error) {
 	return nil, nil, nil, fmt.Errorf("there is no link between %s and %s", a, b)
 }
 
+// mtu narrows a's end of a link only: b would otherwise ask for segments that
+// fit, and no router would have anything to say.
 func (r *runner) mtu(a, b, bytes string) error {
 	size, err := strconv.Atoi(bytes)
 	if err != nil || size < 1280 || size > 9000 {
@@ -734,20 +736,38 @@ func (r *runner) mtu(a, b, bytes string) error {
 	if err != nil {
 		return err
 	}
-	set := func(size int) error {
-		for _, end := range []struct{ node, name string }{{link.A.Name, link.AName}, {link.B.Name, link.BName}} {
-			net, err := r.lab.Net(end.node)
-			if err != nil {
-				return err
-			}
-			if err := net.SetMTU(end.name, size); err != nil {
-				return err
+	net, err := r.lab.Net(a)
+	if err != nil {
+		return err
+	}
+	near := link.AName
+	if link.B.Name == a {
+		near = link.BName
+	}
+	r.later(fmt.Sprintf("mtu %s %s", a, b), func() error {
+		return errors.Join(net.SetMTU(near, r.lab.MTU), r.forgetPaths())
+	})
+	return net.SetMTU(near, size)
+}
+
+// forgetPaths has servers and clients forget the path MTUs that routers told
+// them, which they would keep for ten minutes.
+func (r *runner) forgetPaths() error {
+	for _, n := range r.lab.Topology.Nodes {
+		if n.Role != Host && n.Role != VM && n.Role != Client {
+			continue
+		}
+		net, err := r.lab.Net(n.Name)
+		if err != nil {
+			return err
+		}
+		for _, family := range []string{"-4", "-6"} {
+			if out, err := net.Run(fabric.Command{Args: []string{"ip", family, "route", "flush", "cache"}}); err != nil {
+				return fmt.Errorf("flush the route cache of %s: %w: %s", n.Name, err, out)
 			}
 		}
-		return nil
 	}
-	r.later(fmt.Sprintf("mtu %s %s", a, b), func() error { return set(r.lab.MTU) })
-	return set(size)
+	return nil
 }
 
 // bfd changes the interval that the ToRs ask the muxes for.

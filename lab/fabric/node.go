@@ -456,12 +456,26 @@ func cutTable(from netip.Addr, to string) string {
 	return strings.NewReplacer("-", "_", ".", "_").Replace("lab_cut_" + from.String() + "_" + to)
 }
 
-// IgnoreMSS makes the node take every TCP peer's maximum segment size for the
-// given one, whatever its SYN or SYN-ACK says.
-func (n *Node) IgnoreMSS(size int) error {
-	return n.Nft(fmt.Sprintf(`table inet lab_mss {
-  chain in { type filter hook prerouting priority -500; tcp flags syn tcp option maxseg size set %d; }
-}`, size))
+// IgnoreMSS makes the node take a TCP peer's maximum segment size, which a
+// tunnel's overhead was taken off, for what the MTU has room for.
+//
+// nft's own "maxseg size set" only ever lowers, and a raw write leaves the
+// checksum alone. So the urgent pointer, which has no meaning without its
+// flag, takes back what the size gains. Linux puts the size first among the
+// options: 22 bytes into the header.
+func (n *Node) IgnoreMSS(mtu int) error {
+	var rules strings.Builder
+	for _, headers := range []struct {
+		family string
+		bytes  int
+	}{{"ipv4", 40}, {"ipv6", 60}} {
+		full := mtu - headers.bytes
+		for _, overhead := range []int{20, 28, 40, 48} { // IP in IPv4 and IPv6; GUE in them
+			fmt.Fprintf(&rules, "    meta nfproto %s tcp flags & (syn | ack) == syn | ack tcp option maxseg size %d @th,144,16 set %d @th,176,16 set %d accept\n",
+				headers.family, full-overhead, 0xffff-overhead, full)
+		}
+	}
+	return n.Nft("table inet lab_mss {\n  chain in { type filter hook prerouting priority -500;\n" + rules.String() + "  }\n}")
 }
 
 // HeedMSS undoes IgnoreMSS, and is no error without it.

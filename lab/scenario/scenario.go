@@ -102,8 +102,8 @@ var verbs = map[string]verb{
 	"plug":       {usage: "plug NODE", min: 1, max: 1},
 	"cut":        {usage: "cut MUX HOST: tunnel packets from a mux to a host and its VMs are lost on the way, nothing else is", min: 2, max: 2},
 	"mend":       {usage: "mend MUX HOST", min: 2, max: 2},
-	"mtu":        {usage: "mtu NODE NEIGHBOUR BYTES: of the link between them", min: 3, max: 3},
-	"ignore-mss": {usage: "ignore-mss CLIENT: it takes each server's MSS for 1460", min: 1, max: 1},
+	"mtu":        {usage: "mtu NODE NEIGHBOUR BYTES: of NODE's end of the link between them", min: 3, max: 3},
+	"ignore-mss": {usage: "ignore-mss CLIENT: it takes each server's MSS for what its own MTU has room for", min: 1, max: 1},
 	"bfd":        {usage: "bfd INTERVAL: between muxes and their ToRs", min: 1, max: 1},
 	"configure":  {usage: "configure LABEL vip=NAME changes=N: change a VIP N times, one after the other", min: 1, max: 1, options: []string{"vip", "changes"}},
 	"expect":     {usage: "expect VALUE OP VALUE", min: 3, max: -1},
@@ -136,7 +136,8 @@ var Observations = map[string]int{
 	"rx":         2, // packets that a node received from a neighbour
 	"tx":         2, // packets that a node sent to a neighbour
 	"forwarded":  1, // packets that a mux encapsulated
-	"exit":       2, // packets that left a mux or host agent by a named exit
+	"exit":       2, // packets that left a mux or host agent, or all muxes or hosts, by a named exit
+	"event":      2, // times that a mux, or all muxes, counted an event: event(muxes,flow_hit)
 	"current":    1, // 1 if all muxes run a VIP's last generation
 	"healthy":    1, // healthy DIPs of a VIP
 	"flows":      1, // flows that the muxes began to a DIP
