@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"net/netip"
@@ -310,18 +311,24 @@ func eventually(t *testing.T, what string, ok func() string) {
 // wantWays waits until the router has these ways to the VIPs of both families.
 func (n *network) wantWays(muxes ...string) {
 	n.t.Helper()
+	n.wantRoutes([]netip.Prefix{pool4, pool6}, muxes...)
+}
+
+// wantRoutes waits until the router's routes to each prefix are these.
+func (n *network) wantRoutes(prefixes []netip.Prefix, muxes ...string) {
+	n.t.Helper()
 	slices.Sort(muxes)
-	eventually(n.t, fmt.Sprintf("ways to the VIPs by %v", muxes), func() string {
+	eventually(n.t, fmt.Sprintf("ways to %v by %v", prefixes, muxes), func() string {
 		hops, err := n.nodes["router"].NextHops()
 		must(n.t, err)
-		for _, pool := range []netip.Prefix{pool4, pool6} {
+		for _, prefix := range prefixes {
 			var have []string
-			for hop := range hops[pool] {
+			for hop := range hops[prefix] {
 				have = append(have, hop)
 			}
 			slices.Sort(have)
 			if !slices.Equal(have, muxes) {
-				return fmt.Sprintf("%s has %v", pool, have)
+				return fmt.Sprintf("%s has %v", prefix, have)
 			}
 		}
 		return ""
@@ -631,6 +638,22 @@ func TestTablesThenRoutes(t *testing.T) {
 		}
 		return ""
 	})
+
+	// A pool that announces its VIPs one by one.
+	hosts := []netip.Prefix{netip.MustParsePrefix(vip + "/32"), netip.MustParsePrefix(vip6 + "/128")}
+	n.wantRoutes(hosts)
+	byHost := maps.Clone(poolObject)
+	byHost["announce"] = "host"
+	n.apply(byHost)
+	n.wantRoutes(hosts, "m1")
+	n.wantWays()
+	l.warm()
+	if got := s.last(l); got != "10.98.11.2 > "+vip {
+		t.Errorf("by the host route: tunnelled %q", got)
+	}
+	n.apply(poolObject)
+	n.wantWays("m1")
+	n.wantRoutes(hosts)
 }
 
 // Drained, restarted, killed: the other mux carries on, or the pinned packet
