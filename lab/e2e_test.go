@@ -40,6 +40,25 @@ func TestMain(m *testing.M) {
 
 const sharedName = "test-e2e"
 
+// binaries builds the programs once; shared.mu is held.
+func binaries(t *testing.T) string {
+	t.Helper()
+	if shared.binaries != "" {
+		return shared.binaries
+	}
+	dir, err := os.MkdirTemp("", "quartet-lab-test-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	shared.binaries = dir
+	build := exec.Command("go", "build", "-o", dir+"/", "../cmd/...")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("build the daemons: %v\n%s", err, out)
+	}
+	return dir
+}
+
 func theLab(t *testing.T) *Lab {
 	t.Helper()
 	shared.mu.Lock()
@@ -47,24 +66,12 @@ func theLab(t *testing.T) *Lab {
 	if shared.lab != nil {
 		return shared.lab
 	}
-	if shared.binaries == "" {
-		dir, err := os.MkdirTemp("", "quartet-lab-test-")
-		if err != nil {
-			t.Fatal(err)
-		}
-		shared.binaries = dir
-		build := exec.Command("go", "build", "-o", dir+"/", "../cmd/...")
-		build.Env = append(os.Environ(), "CGO_ENABLED=0")
-		if out, err := build.CombinedOutput(); err != nil {
-			t.Fatalf("build the daemons: %v\n%s", err, out)
-		}
-	}
 	// What a test run that was killed has left.
 	if _, err := Down(sharedName, writer{t}); err != nil {
 		t.Fatal(err)
 	}
 	o := Defaults()
-	o.Name, o.Binaries = sharedName, shared.binaries
+	o.Name, o.Binaries = sharedName, binaries(t)
 	l, err := Up(t.Context(), o, writer{t})
 	if err != nil {
 		t.Fatal(err)
@@ -85,7 +92,39 @@ func discard(t *testing.T) {
 	}
 }
 
-// Every scenario that comes with Quartet, in its short size, on real daemons.
+// A lab of another size works as the default one does.
+//
+//	client1 ─ core1 ─ agg1 ─┬─ tor1: mux1, host1, vm1-1
+//	                        └─ tor2: mux2, host2, vm2-1, manager
+func TestOtherSize(t *testing.T) {
+	shared.mu.Lock()
+	dir := binaries(t)
+	shared.mu.Unlock()
+	o := Defaults()
+	o.Name, o.Binaries = "test-small", dir
+	o.Size = Size{Cores: 1, Containers: 1, Aggs: 1, ToRs: 2, Muxes: 2, Hosts: 2, VMs: 1, Clients: 1}
+	if _, err := Down(o.Name, writer{t}); err != nil {
+		t.Fatal(err)
+	}
+	l := raise(t, o)
+	s, err := scenario.Parse("small.txt", `# one request by each family
+connect four from client1 to 203.0.113.1:80 count=1
+expect four.requests == 1
+connect six from client1 to [2001:db8::1]:80 count=1
+expect six.requests == 1
+expect hops(agg1,203.0.113.0/24) == 2
+`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var transcript bytes.Buffer
+	if _, err := l.Run(t.Context(), s, RunOptions{Out: &transcript}); err != nil {
+		t.Errorf("%v\n%s", err, transcript.String())
+	}
+}
+
+// Every scenario that comes with Quartet on real daemons, in its short size but
+// for manager-away.
 func TestScenarios(t *testing.T) {
 	for _, name := range Scenarios() {
 		t.Run(name, func(t *testing.T) {
@@ -95,7 +134,9 @@ func TestScenarios(t *testing.T) {
 			}
 			l := theLab(t)
 			var transcript bytes.Buffer
-			result, err := l.Run(t.Context(), s, RunOptions{Short: true, Out: &transcript})
+			// A manager's minute away is the subject itself.
+			short := name != "manager-away"
+			result, err := l.Run(t.Context(), s, RunOptions{Short: short, Out: &transcript})
 			if err != nil {
 				t.Errorf("%v\n%s", err, transcript.String())
 				discard(t)
