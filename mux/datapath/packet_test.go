@@ -345,6 +345,12 @@ func TestPackets(t *testing.T) {
 		{"first fragment", packet(udp(), to(vip4, 53), noDF, func(s *spec) { s.id, s.more = 5, true }, size(16)), "tx"},
 		{"later fragment", packet(udp(), to(vip4, 53), noDF, func(s *spec) { s.id, s.offset, s.raw = 5, 24, make([]byte, 16) }), "tx"},
 		{"later fragment of another packet", packet(udp(), to(vip4, 53), noDF, func(s *spec) { s.id, s.offset, s.raw = 6, 24, make([]byte, 16) }), "unknown_fragment"},
+		// Overlaps are the receiver's to judge, which needs all fragments of a packet.
+		{"fragment that overlaps the first", packet(udp(), to(vip4, 53), noDF, func(s *spec) { s.id, s.offset, s.raw = 5, 8, make([]byte, 24) }), "tx"},
+		{"fragment that overlaps the last", packet(udp(), to(vip4, 53), noDF, func(s *spec) { s.id, s.offset, s.raw = 5, 32, make([]byte, 16) }), "tx"},
+		{"the first fragment again, with another port", packet(udp(), to(anyVIP, 4711), noDF, func(s *spec) { s.id, s.more, s.srcPort = 5, true, 40001 }, size(16)), "tx"},
+		{"the first fragment of no endpoint's packet, over one's", packet(udp(), to(vip4, 54), noDF, func(s *spec) { s.id, s.more = 5, true }, size(16)), "no_endpoint"},
+		{"fragment over TCP's flags", packet(noDF, func(s *spec) { s.id, s.offset, s.raw = 11, 8, make([]byte, 16) }), "unknown_fragment"},
 		{"IPv6 later fragment first", packet(with6(), udp(), to(vip6, 53), func(s *spec) { s.extensions, s.id, s.offset, s.raw = []uint8{44}, 9, 16, make([]byte, 16) }), "unknown_fragment"},
 		{"IPv6 first fragment", packet(with6(), udp(), to(vip6, 53), func(s *spec) { s.extensions, s.id, s.more = []uint8{60, 44}, 9, true }), "tx"},
 		{"IPv6 later fragment", packet(with6(), udp(), to(vip6, 53), func(s *spec) { s.extensions, s.id, s.offset, s.raw = []uint8{44}, 9, 16, make([]byte, 16) }), "tx"},
@@ -357,6 +363,12 @@ func TestPackets(t *testing.T) {
 		{"IPv6 in IPv6 to a VIP", packet(with6(), func(s *spec) { s.protocol, s.raw = layers.IPProtocolIPv6, packet(with6())[14:] }), "nested_tunnel"},
 		{"IP in IP to the mux", packet(to(source4, 0), func(s *spec) { s.protocol, s.raw = layers.IPProtocolIPv4, packet()[14:] }), "tunnel_to_mux"},
 		{"IPv6 in IPv6 to the mux", packet(to(source6, 0), func(s *spec) { s.protocol, s.raw = layers.IPProtocolIPv6, packet(with6())[14:] }), "tunnel_to_mux"},
+		{"IP in IP in IP to the mux", packet(to(source4, 0), func(s *spec) { s.protocol, s.raw = layers.IPProtocolIPv4, nested(source4) }), "tunnel_to_mux"},
+		{"IP in IP in IP to a VIP", packet(func(s *spec) { s.protocol, s.raw = layers.IPProtocolIPv4, nested(vip4) }), "nested_tunnel"},
+		{"IPv6 in IPv4 in IPv6 to the mux", packet(to(source6, 0), func(s *spec) { s.protocol, s.raw = layers.IPProtocolIPv4, nested(source4) }), "tunnel_to_mux"},
+		{"a fragment of IP in IP to the mux", packet(to(source4, 0), noDF, func(s *spec) {
+			s.protocol, s.id, s.offset, s.raw = layers.IPProtocolIPv4, 12, 64, make([]byte, 40)
+		}), "tunnel_to_mux"},
 		{"GUE to the mux", packet(udp(), to(source4, 6080), size(40)), "tunnel_to_mux"},
 		{"GRE to a VIP", packet(func(s *spec) { s.protocol, s.raw = layers.IPProtocolGRE, make([]byte, 8) }), "unsupported_protocol"},
 		{"IPv4 header cut", packet()[:14+19], "truncated"},
@@ -397,6 +409,11 @@ func TestPackets(t *testing.T) {
 			}
 		}
 	})
+}
+
+// nested is an IP packet in IP to the address, without its Ethernet header.
+func nested(address netip.Addr) []byte {
+	return packet(to(address, 0), func(s *spec) { s.protocol, s.raw = layers.IPProtocolIPv4, packet()[14:] })[14:]
 }
 
 func edit(frame []byte, at int, b byte) []byte {
@@ -479,6 +496,7 @@ func seeds() [][]byte {
 		packet(to(source4, 0), func(s *spec) { s.protocol, s.raw = layers.IPProtocolIPv4, packet()[14:] }),
 		packet(udp(), to(source4, 6080), func(s *spec) { s.payload = 40 }),
 		packet(func(s *spec) { s.ttl = 1 }),
+		packet(to(source4, 0), func(s *spec) { s.protocol, s.raw = layers.IPProtocolIPv4, nested(source4) }),
 		packet(to(vip4, 10), func(s *spec) { s.payload = 4000 }), packet(to(vip4, 10), func(s *spec) { s.payload = 8900 }),
 		packet(to(vip6, 10), func(s *spec) { s.payload, s.extensions = 8000, []uint8{60, 0} }),
 		packet(with6(), func(s *spec) { s.payload = 8900 }), packet(noDF, func(s *spec) { s.payload, s.ttl = 4000, 1 }),
