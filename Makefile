@@ -33,7 +33,7 @@ test: ## install what is missing, then check and run every test
 	$(say) "tests: the lab from end to end, by itself (about five minutes)"
 	@go test -timeout 20m -v ./lab | tools/progress.sh
 
-check: dev-packages $(tools)/golangci-lint ## formatting, lint, import rules, freshness of generated files
+check: dev-packages $(tools)/golangci-lint $(tools)/buf ## formatting, lint, import rules, freshness of generated files
 	$(say) "check: C and Go formatting, lint"
 	@clang-format-19 --dry-run --Werror $$(git ls-files '*.c' '*.h' ':!bpf/libbpf')
 	@$(tools)/golangci-lint run ./...
