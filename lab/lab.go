@@ -58,6 +58,15 @@ func (d *Duration) Set(s string) error { return d.UnmarshalText([]byte(s)) }
 // Type is for flags.
 func (Duration) Type() string { return "duration" }
 
+// Command is how the named lab is spoken to with a program: its commands go
+// behind it.
+func Command(program, name string) string {
+	if name == Defaults().Name {
+		return program + " lab"
+	}
+	return program + " lab --name " + name
+}
+
 // Options say what a lab is like.
 type Options struct {
 	Name string `json:"name"` // RFC 1123 label of at most 20 characters

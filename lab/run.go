@@ -2,6 +2,7 @@ package lab
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -31,6 +32,9 @@ type RunOptions struct {
 	Short bool
 	// Params override parameters.
 	Params map[string]string
+	// Program is how the user calls quartet, for what a scenario says; ""
+	// means "quartet".
+	Program string
 	// Out gets the transcript.
 	Out io.Writer
 }
@@ -40,14 +44,20 @@ type RunOptions struct {
 type Result struct {
 	Name       string             `json:"name"`
 	Version    string             `json:"version"`
-	Seed       uint64             `json:"seed"` // always 0: the kernel picks the clients' ports
+	Seed       uint64             `json:"seed"` // always 0: a scenario draws nothing at random, and the kernel picks ports
 	Parameters map[string]any     `json:"parameters"`
 	Figures    map[string]float64 `json:"figures"`
 	Paper      map[string]float64 `json:"paper"`
-	Spread     map[string]float64 `json:"spread"`
+	Spread     map[string]Spread  `json:"spread"` // of figures that are a median
 
 	// Plots are what the scenario asked to have drawn.
 	Plots []Plot `json:"-"`
+}
+
+// Spread is the smallest and the largest of the values behind a figure.
+type Spread struct {
+	Min float64 `json:"min"`
+	Max float64 `json:"max"`
 }
 
 // Plot is one bar chart.
@@ -110,7 +120,7 @@ func (l *Lab) Run(ctx context.Context, s *scenario.Scenario, o RunOptions) (Resu
 		before: map[string]map[string]float64{}, from: map[string]string{}, six: map[string]bool{},
 		result: Result{
 			Name: s.Name, Version: l.version(), Parameters: map[string]any{"size": l.Size, "mtu": l.MTU},
-			Figures: map[string]float64{}, Paper: map[string]float64{}, Spread: map[string]float64{},
+			Figures: map[string]float64{}, Paper: map[string]float64{}, Spread: map[string]Spread{},
 		},
 	}
 	if l.FabricOnly {
@@ -152,6 +162,7 @@ func (r *runner) bind() error {
 			r.vars[n.Name+".host"] = n.Up.Addr4.String()
 		}
 	}
+	r.vars["lab"] = Command(cmp.Or(r.Program, "quartet"), r.lab.Name)
 	known := map[string]bool{}
 	for _, p := range r.script.Params {
 		v := p.Full
@@ -299,7 +310,21 @@ func (r *runner) step(s scenario.Step) error {
 		case <-r.ctx.Done():
 			return errors.New("interrupted")
 		}
-	case "remember", "report", "spread":
+	case "spread":
+		low, err := r.sum(s.Condition.Left)
+		if err != nil {
+			return err
+		}
+		high, err := r.sum(s.Condition.Right)
+		if err != nil {
+			return err
+		}
+		if low.word+high.word != "" {
+			return fmt.Errorf("%s and %s are not two numbers", low, high)
+		}
+		r.result.Spread[args[0]] = Spread{low.number, high.number}
+		return nil
+	case "remember", "report":
 		v, err := r.sum(s.Value)
 		if err != nil {
 			return err
@@ -309,11 +334,9 @@ func (r *runner) step(s scenario.Step) error {
 			r.values[args[0]] = v
 		case v.word != "":
 			return fmt.Errorf("%q is not a number", v.word)
-		case s.Verb == "report":
+		default:
 			r.result.Figures[args[0]] = v.number
 			r.say("  %s = %s", args[0], v)
-		default:
-			r.result.Spread[args[0]] = v.number
 		}
 		return nil
 	case "paper":
@@ -843,7 +866,7 @@ func (r *runner) configure(label string, options map[string]string) error {
 	slices.Sort(muxes)
 	slices.Sort(all)
 	for name, v := range map[string]float64{
-		"median_ms": muxes[len(muxes)/2], "p10_ms": muxes[len(muxes)/10], "p90_ms": muxes[len(muxes)*9/10],
+		"median_ms": muxes[len(muxes)/2], "min_ms": muxes[0], "p10_ms": muxes[len(muxes)/10], "p90_ms": muxes[len(muxes)*9/10],
 		"max_ms": muxes[len(muxes)-1], "hosts_median_ms": all[len(all)/2], "changes": float64(len(muxes)),
 	} {
 		r.values[label+"."+name] = value{number: v}

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -117,14 +118,14 @@ func labUpCommand(c *cli, name *string) *cobra.Command {
 				return err
 			}
 			defer l.Close()
-			fmt.Fprintf(c.out, `
+			fmt.Fprint(c.out, strings.ReplaceAll(`
 The lab is up. Look around:
-  quartet lab status                          the topology, and where VIPs lead
-  quartet lab exec manager -- quartet get vip    the operator's commands
-  quartet lab exec client1 -- bash            a shell outside; try: curl http://203.0.113.1
-  quartet lab run demo                        watch traffic, a mux and a server die
-  quartet lab down                            take it away
-`)
+  {lab} status                           the topology, and where VIPs lead
+  {lab} exec manager -- quartet get vip  the operator's commands
+  {lab} exec client1 -- bash             a shell outside; try: curl http://203.0.113.1
+  {lab} run demo                         watch traffic, a mux and a server die
+  {lab} down                             take it away
+`, "{lab}", lab.Command(os.Args[0], *name)))
 			return nil
 		},
 	}
@@ -223,6 +224,9 @@ a parameter or a node's address: {vm1-1}, {vm1-1.6} its IPv6 address.`,
 			if err != nil {
 				return err
 			}
+			if plot != "" && !slices.ContainsFunc(s.Steps, func(p scenario.Step) bool { return p.Verb == "plot" }) {
+				return invalid("--plot: %s has nothing to draw", s.Name)
+			}
 			transcript := c.out
 			if asJSON {
 				transcript = c.err
@@ -248,14 +252,11 @@ a parameter or a node's address: {vm1-1}, {vm1-1.6} its IPv6 address.`,
 				return err
 			}
 			defer l.Close()
-			result, err := l.Run(cmd.Context(), s, lab.RunOptions{Short: short, Params: params, Out: transcript})
+			result, err := l.Run(cmd.Context(), s, lab.RunOptions{Short: short, Params: params, Program: os.Args[0], Out: transcript})
 			if err != nil {
 				return err
 			}
 			if plot != "" {
-				if len(result.Plots) == 0 {
-					return invalid("--plot: %s has nothing to draw", s.Name)
-				}
 				if err := os.WriteFile(plot, []byte(lab.SVG(result.Plots)), 0o644); err != nil {
 					return fmt.Errorf("write plot: %w", err)
 				}

@@ -3,7 +3,8 @@
 //
 // A file begins with comments that say and draw what it is about. Then each
 // line is a verb and its arguments; "key=value" arguments may come in any
-// order; {name} stands for a parameter or for a node's address; indented lines
+// order; {name} stands for a parameter or for a node's address, {lab} for
+// the command that speaks to this lab; indented lines
 // belong to the step above them.
 package scenario
 
@@ -42,7 +43,7 @@ type Step struct {
 	Text    string // the line as it stands
 
 	Limit     time.Duration // wait: at most
-	Condition Condition     // wait and expect
+	Condition Condition     // wait and expect; spread: from Left to Right
 	Value     Sum           // report and remember: what
 }
 
@@ -112,7 +113,7 @@ var verbs = map[string]verb{
 	"remember":   {usage: "remember NAME = VALUE", min: 3, max: -1},
 	"report":     {usage: "report FIGURE = VALUE", min: 3, max: -1},
 	"paper":      {usage: "paper FIGURE NUMBER: what the paper has", min: 2, max: 2},
-	"spread":     {usage: "spread FIGURE = VALUE", min: 3, max: -1},
+	"spread":     {usage: "spread FIGURE = VALUE to VALUE: the smallest and the largest behind a figure", min: 5, max: -1},
 	"plot":       {usage: "plot LOAD servers|gaps TITLE...: for --plot", min: 3, max: -1},
 }
 
@@ -298,7 +299,18 @@ func (s *Step) refine() error {
 			return errors.New("\"until\" is wanted behind the limit")
 		}
 		return s.Condition.parse(s.Args[2:])
-	case "remember", "report", "spread":
+	case "spread":
+		to := slices.Index(s.Args, "to")
+		if s.Args[1] != "=" || to < 0 {
+			return errors.New("\"=\" is wanted behind the name, and \"to\" between two values")
+		}
+		var err error
+		if s.Condition.Left, err = parseSum(s.Args[2:to]); err != nil {
+			return err
+		}
+		s.Condition.Right, err = parseSum(s.Args[to+1:])
+		return err
+	case "remember", "report":
 		if s.Args[1] != "=" {
 			return errors.New("\"=\" is wanted behind the name")
 		}
