@@ -72,6 +72,8 @@ func TestMistakes(t *testing.T) {
 		{"# a\npause -1s\n", "\"-1s\" is not a duration"},
 		{"# a\npaper x y\n", "\"y\" is not a number"},
 		{"# a\nreport x 1 2\n", "\"=\" is wanted"},
+		{"# a\nspread x = 1 and 2\n", "\"to\" between two values"},
+		{"# a\nspread x = 1 2 to\n", "x.txt:2: a value is wanted"},
 		{"# a\nparam X 1 2\n", "\"X\" is not a parameter's name"},
 		{"# a\nping c a maybe\n", "\"maybe\" is neither"},
 	} {
