@@ -221,3 +221,17 @@ func TestMakeHelpExplainsEachTarget(t *testing.T) {
 		}
 	}
 }
+
+func TestReadmeShowsTheExampleFile(t *testing.T) {
+	readme, err := os.ReadFile("README.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	example, err := os.ReadFile("docs/operate/shop.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !strings.Contains(string(readme), "```yaml\n"+string(example)+"```") {
+		t.Error("the VIP in README.md is not docs/operate/shop.yaml")
+	}
+}
