@@ -130,7 +130,7 @@ func (r *runner) observe(name string, args []string) (value, error) {
 		total := 0.0
 		for _, d := range a.GetDips() {
 			if d.GetVip() == args[0] {
-				total += truth(d.GetState() == "healthy" && d.GetBuckets() > 0)
+				total += truth((d.GetState() == "healthy" || d.GetState() == "unchecked") && d.GetBuckets() > 0)
 			}
 		}
 		return number(total, err)

@@ -119,6 +119,46 @@ func TestCheckComesBack(t *testing.T) {
 	next(true)
 }
 
+// A DIP that moves to another host leaves rotation until the agent there reports
+// it, which is sent the check as any other; the old one's word does not count.
+func TestHostChanges(t *testing.T) {
+	m, _ := newManager(t)
+	const web = "{kind: Vip, name: web, addresses: [203.0.113.10], endpoints: [{protocol: TCP, port: 80, health: {tcp: {}}, backends: [{dip: 10.0.0.1, host: 10.0.9.1}]}]}\n---\n"
+	change := func(f func(b *batch) error) {
+		t.Helper()
+		if err := m.runAll(f)[0]; err != nil {
+			t.Fatal(err)
+		}
+	}
+	report := func(host string, healthy bool) {
+		t.Helper()
+		change(func(b *batch) error {
+			b.report([]netip.Addr{netip.MustParseAddr(host)}, []*quartetv1.CheckResult{{Id: "web/tcp-80/10.0.0.1", Healthy: healthy}})
+			return nil
+		})
+	}
+	state := func(want string) {
+		t.Helper()
+		if d := m.results["web"].Dips(nil)[0]; d.State != want || (d.Buckets > 0) != (want == "healthy") {
+			t.Fatalf("%s with %d buckets, not %s", d.State, d.Buckets, want)
+		}
+	}
+	change(applying(t, orderPool+web))
+	next := m.fake(t, RoleHost, "host2", "10.0.9.2")
+	next.step(t)
+	report("10.0.9.1", true)
+	state("healthy")
+	change(applying(t, strings.Replace(web, "10.0.9.1", "10.0.9.2", 1)))
+	state("unknown")
+	report("10.0.9.1", true)
+	state("unknown")
+	if next.step(t); len(next.rules) != 1 {
+		t.Errorf("host2 has %d rules", len(next.rules))
+	}
+	report("10.0.9.2", true)
+	state("healthy")
+}
+
 // A change that the store can't take leaves nothing behind, in the store or in
 // memory, and does not keep those from being made that came with it.
 func TestChangeUndone(t *testing.T) {

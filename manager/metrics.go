@@ -98,7 +98,7 @@ func (x *metrics) Collect(ch chan<- prometheus.Metric) {
 	gauge(x.unreachable, float64(unreachable))
 	gauge(x.objects, vips, "Vip")
 	gauge(x.objects, pools, "VipPool")
-	for _, state := range []string{compile.Healthy, compile.Unhealthy, compile.Unknown, compile.Draining} {
+	for _, state := range []string{compile.Healthy, compile.Unchecked, compile.Unhealthy, compile.Unknown, compile.Draining} {
 		gauge(x.dips, float64(dips[state]), state)
 	}
 	for _, role := range []string{RoleMux, RoleHost} {

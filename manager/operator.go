@@ -427,11 +427,12 @@ func (m *Manager) List(kind, name string) (*quartetv1.ListResponse, error) {
 		n = len(out.Nodes)
 	case KindDip:
 		for _, r := range o.results {
-			if name != "" && !hasDIP(r.Vip, name) {
+			all := name == "" || name == r.Vip.Name
+			if !all && !hasDIP(r.Vip, name) {
 				continue
 			}
 			for _, d := range r.Dips(o.unreachable) {
-				if name == "" || d.Dip == name {
+				if all || d.Dip == name {
 					out.Dips = append(out.Dips, d)
 				}
 			}

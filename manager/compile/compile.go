@@ -6,8 +6,9 @@
 // its endpoint has no health check or its last known health is good. A DIP
 // without any report is out, unless it had buckets before (a check was added to
 // a DIP that serves, or its record was lost): then it stays in until its first
-// report. If none is left in rotation, those that are held out for flapping
-// come back, for a server that flaps beats none. If there is none either, the
+// report. A DIP whose host has changed is without a report, and out, until the
+// agent there has checked it. If none is left in rotation, those that are held
+// out for flapping come back, for a server that flaps beats none. If there is none either, the
 // table is empty, packets leave the mux by the exit no_dip, and the VIP shows a
 // warning: packets sent to servers known to be down would only time out.
 package compile
@@ -32,6 +33,7 @@ import (
 // States of a DIP, as in DipStatus.
 const (
 	Healthy   = "healthy"
+	Unchecked = "unchecked" // no health check: in rotation
 	Unhealthy = "unhealthy"
 	Unknown   = "unknown" // no report yet
 	Draining  = "draining"
@@ -193,6 +195,7 @@ func serve(in Input, r *Result, e *quartetv1.Endpoint, is6 bool) (*served, error
 		}
 	}
 
+	hosts := in.Before.hosts(in.Vip, e, is6)
 	s := &served{}
 	index := map[netip.AddrPort]int{} // into s.dips
 	var members, suppressed []buckets.Member
@@ -205,10 +208,14 @@ func serve(in Input, r *Result, e *quartetv1.Endpoint, is6 bool) (*served, error
 		m := buckets.Member{DIP: netip.AddrPortFrom(dip, uint16(b.Port)), Weight: b.GetWeight()}
 		var known *quartetv1.DipState
 		if e.Health != nil {
-			if known = health(old, dip); known == nil {
-				known = in.Before.report(e.Name, dip) // the endpoint's port has changed
+			was, had := hosts[dip]
+			moved := had && was != b.Host
+			if !moved {
+				if known = health(old, dip); known == nil {
+					known = in.Before.report(e.Name, dip) // the endpoint's port has changed
+				}
 			}
-			if known == nil && hadBuckets(table, dip) {
+			if known == nil && !moved && hadBuckets(table, dip) {
 				known = &quartetv1.DipState{Dip: dip.String(), Healthy: true, Since: timestamppb.New(in.Now)}
 			}
 			if known != nil {
@@ -216,7 +223,7 @@ func serve(in Input, r *Result, e *quartetv1.Endpoint, is6 bool) (*served, error
 			}
 		}
 		st := stateOf(e, known, in.Drained(dip))
-		if st != Healthy {
+		if st != Healthy && st != Unchecked {
 			if known.GetSuppressed() && st != Draining && m.Weight > 0 {
 				suppressed = append(suppressed, m)
 			}
@@ -283,6 +290,27 @@ func (r *Result) report(endpoint string, dip netip.Addr) *quartetv1.DipState {
 	return nil
 }
 
+// hosts has where the endpoint's DIPs of a family were, if the VIP has changed
+// since r.
+func (r *Result) hosts(vip *quartetv1.Vip, e *quartetv1.Endpoint, is6 bool) map[netip.Addr]string {
+	if r == nil || r.Vip == vip {
+		return nil
+	}
+	out := map[netip.Addr]string{}
+	for _, was := range r.Vip.Endpoints {
+		if was.Name != e.Name && EndpointID(was) != EndpointID(e) {
+			continue
+		}
+		for _, b := range was.Backends {
+			dip := object.BackendDIP(b, is6)
+			if _, has := out[dip]; dip.IsValid() && (!has || EndpointID(was) == EndpointID(e)) {
+				out[dip] = b.Host
+			}
+		}
+	}
+	return out
+}
+
 // Reported calls f for each DIP that has a report.
 func (r *Result) Reported(f func(endpoint string, d *quartetv1.DipState)) {
 	for _, e := range r.Vip.Endpoints {
@@ -306,7 +334,9 @@ func stateOf(e *quartetv1.Endpoint, known *quartetv1.DipState, drained bool) str
 	switch {
 	case drained:
 		return Draining
-	case e.Health == nil || known.GetHealthy():
+	case e.Health == nil:
+		return Unchecked
+	case known.GetHealthy():
 		return Healthy
 	case known == nil:
 		return Unknown
@@ -422,7 +452,7 @@ func (r *Result) endpoints(family int) []*quartetv1.MuxEndpoint {
 	return r.Endpoints[i*n : (i+1)*n]
 }
 
-// Unreachable lists the VIP's DIPs that serve, healthy or draining, although
+// Unreachable lists the VIP's DIPs that serve, also those that drain, although
 // muxes get no answer through their tunnel, each once. n counts a DIP as often
 // as endpoints have it.
 func (r *Result) Unreachable(unreachable map[Tunnel][]string) (dips []string, n int) {
@@ -433,7 +463,7 @@ func (r *Result) Unreachable(unreachable map[Tunnel][]string) (dips []string, n 
 		for _, m := range r.endpoints(f) {
 			for _, d := range m.Dips {
 				muxes := unreachable[Tunnel{string(d.Tunnel), m.Gue}]
-				if len(muxes) == 0 || d.State != Healthy && d.State != Draining {
+				if len(muxes) == 0 || d.State != Healthy && d.State != Unchecked && d.State != Draining {
 					continue
 				}
 				n++

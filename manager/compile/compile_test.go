@@ -98,11 +98,11 @@ func TestTables(t *testing.T) {
 	}
 	want := []string{
 		"TCP 203.0.113.10:80 http table=false gue=false generation=7; 10.1.3.11 8080 via 10.1.3.11 healthy 85; 10.1.3.12 8080 via 10.1.3.12 healthy 171",
-		"UDP 203.0.113.10:* rest table=true gue=true generation=7; 10.1.3.14 0 via 10.1.3.14 healthy 256",
+		"UDP 203.0.113.10:* rest table=true gue=true generation=7; 10.1.3.14 0 via 10.1.3.14 unchecked 256",
 		"TCP 203.0.113.11:80 http table=false gue=false generation=7; 10.1.3.11 8080 via 10.1.3.11 healthy 85; 10.1.3.12 8080 via 10.1.3.12 healthy 171",
-		"UDP 203.0.113.11:* rest table=true gue=true generation=7; 10.1.3.14 0 via 10.1.3.14 healthy 256",
+		"UDP 203.0.113.11:* rest table=true gue=true generation=7; 10.1.3.14 0 via 10.1.3.14 unchecked 256",
 		"TCP [2001:db8::10]:80 http table=false gue=false generation=7; fd00::11 8080 via fd00::11 healthy 256; fd00::13 80 via 10.1.3.13 healthy 0",
-		"UDP [2001:db8::10]:* rest table=true gue=true generation=7; fd00::14 0 via fd00::14 healthy 256",
+		"UDP [2001:db8::10]:* rest table=true gue=true generation=7; fd00::14 0 via fd00::14 unchecked 256",
 	}
 	if !slices.Equal(got, want) {
 		t.Errorf("muxes run\n%s\nnot\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
@@ -163,12 +163,12 @@ func TestRotation(t *testing.T) {
 		counts  string
 		warns   string
 	}{
-		{"no check", unchecked, nil, false, "[healthy healthy]", "[128 128]", ""},
+		{"no check", unchecked, nil, false, "[unchecked unchecked]", "[128 128]", ""},
 		{"no report", checked, nil, false, "[unknown unknown]", "[0 0]", "no_dip"},
 		{"one reported", checked, []*quartetv1.DipState{up(2)}, false, "[unknown healthy]", "[0 256]", ""},
 		{"one down", checked, []*quartetv1.DipState{down(1), up(2)}, false, "[unhealthy healthy]", "[0 256]", ""},
 		{"all down", checked, []*quartetv1.DipState{down(1), down(2)}, false, "[unhealthy unhealthy]", "[0 0]", "no_dip"},
-		{"one drained", unchecked, nil, true, "[draining healthy]", "[0 256]", ""},
+		{"one drained", unchecked, nil, true, "[draining unchecked]", "[0 256]", ""},
 		{"drained and down", checked, []*quartetv1.DipState{down(1), up(2)}, true, "[draining healthy]", "[0 256]", ""},
 		{"one flaps", checked, []*quartetv1.DipState{flaps(1), up(2)}, false, "[unhealthy healthy]", "[0 256]", ""},
 		{"only one that flaps", checked, []*quartetv1.DipState{flaps(1), down(2)}, false, "[unhealthy unhealthy]", "[256 0]", "only flapping"},
@@ -183,6 +183,51 @@ func TestRotation(t *testing.T) {
 		}
 		if w := strings.Join(r.Warnings, "\n"); !strings.Contains(w, c.warns) || c.warns == "" && w != "" {
 			t.Errorf("%s: warnings %q", c.name, w)
+		}
+	}
+}
+
+// What the agent of one host reported does not hold for another: a DIP that
+// moves is out until it is reported from there, and stays in without a check.
+func TestHostChanges(t *testing.T) {
+	const text = `{kind: Vip, name: web, addresses: [203.0.113.10], endpoints: [{name: %s, protocol: TCP, port: %d, %s backends: [{dip: 10.0.0.1, host: %s}, {dip: 10.0.0.2, host: 10.0.0.9}]}]}`
+	const tcp = "health: {tcp: {}},"
+	vip := func(name string, port int, check, host string) *quartetv1.Vip {
+		return parse(t, fmt.Sprintf(text, name, port, check, host))
+	}
+	up := func(r *Result, id string) map[string]*quartetv1.EndpointState {
+		e := proto.Clone(r.States[id]).(*quartetv1.EndpointState)
+		e.Dips = []*quartetv1.DipState{{Dip: "10.0.0.1", Healthy: true}, {Dip: "10.0.0.2", Healthy: true}}
+		return map[string]*quartetv1.EndpointState{id: e}
+	}
+	for _, c := range []struct {
+		name   string
+		to     *quartetv1.Vip
+		states string
+	}{
+		{"to another host", vip("http", 80, tcp, "10.0.0.8"), "[unknown healthy]"},
+		{"with another name", vip("www", 80, tcp, "10.0.0.8"), "[unknown healthy]"},
+		{"with another port", vip("http", 81, tcp, "10.0.0.8"), "[unknown healthy]"},
+		{"not at all", vip("http", 80, tcp, "10.0.0.9"), "[healthy healthy]"},
+		{"without a check", vip("http", 80, "", "10.0.0.8"), "[unchecked unchecked]"},
+	} {
+		v := vip("http", 80, tcp, "10.0.0.9")
+		before := compiled(t, Input{Vip: v, Generation: 1, Now: epoch})
+		before = compiled(t, Input{Vip: v, Generation: 2, Now: epoch, States: up(before, "TCP-80"), Before: before})
+		moved := compiled(t, Input{Vip: c.to, Generation: 3, Now: epoch, States: before.States, Before: before})
+		after := compiled(t, Input{Vip: c.to, Generation: 4, Now: epoch, States: moved.States, Before: moved})
+		for _, r := range []*Result{moved, after} {
+			if s := fmt.Sprint(states(r.Endpoints[0])); s != c.states {
+				t.Errorf("%s: %s, not %s", c.name, s, c.states)
+			}
+			if n := counts(r.Endpoints[0]); strings.HasPrefix(c.states, "[unknown") && n[0] != 0 {
+				t.Errorf("%s: %v buckets", c.name, n)
+			}
+		}
+		id := EndpointID(c.to.Endpoints[0])
+		reported := compiled(t, Input{Vip: c.to, Generation: 5, Now: epoch, States: up(after, id), Before: after})
+		if n := fmt.Sprint(counts(reported.Endpoints[0])); n != "[128 128]" {
+			t.Errorf("%s, reported: %s buckets", c.name, n)
 		}
 	}
 }
@@ -257,7 +302,7 @@ func TestProperties(t *testing.T) {
 			for _, m := range r.Endpoints {
 				n := counts(m)
 				for i, d := range m.Dips {
-					if n[i] > 0 && d.State != Healthy {
+					if n[i] > 0 && d.State != Healthy && d.State != Unchecked {
 						t.Fatalf("%s DIP has %d buckets", d.State, n[i])
 					}
 				}

@@ -82,7 +82,7 @@ func HostDelta(changes []Change, addresses []netip.Addr, d *quartetv1.HostDelta)
 
 // Forgotten says whether the changes leave a host agent with a check that it has
 // reported and whose report was dropped: its DIP was removed and came back
-// before the agent heard of it. The agent must report again.
+// before the agent heard of it, or moved between two addresses of its host. The agent must report again.
 func Forgotten(changes []Change, addresses []netip.Addr) bool {
 	for _, c := range changes {
 		if c.Before == nil || c.After == nil || c.Before.Vip == c.After.Vip {
@@ -95,9 +95,13 @@ func Forgotten(changes []Change, addresses []netip.Addr) bool {
 		c.After.Reported(func(endpoint string, d *quartetv1.DipState) {
 			delete(dropped, CheckID(c.After.Vip.Name, endpoint, d.Dip))
 		})
+		if len(dropped) == 0 {
+			continue
+		}
+		_, had := host(c.Before, addresses)
 		_, checks := host(c.After, addresses)
 		for _, k := range checks {
-			if dropped[k.Id] {
+			if dropped[k.Id] && slices.ContainsFunc(had, func(x *quartetv1.Check) bool { return x.Id == k.Id }) {
 				return true
 			}
 		}

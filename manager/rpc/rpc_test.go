@@ -569,7 +569,7 @@ func TestDrain(t *testing.T) {
 		t.Errorf("after a restart: %v", d)
 	}
 	f.drain("dip", "10.0.10.1", "", true)
-	if d := f.list("Dip", "10.0.10.1").Dips; d[0].State != "healthy" || d[1].State != "healthy" {
+	if d := f.list("Dip", "10.0.10.1").Dips; d[0].State != "unchecked" || d[1].State != "unchecked" {
 		t.Errorf("undone: %v", d)
 	}
 }

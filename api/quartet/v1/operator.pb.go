@@ -797,7 +797,8 @@ type DipStatus struct {
 	Dip      string                 `protobuf:"bytes,3,opt,name=dip,proto3" json:"dip,omitempty"`
 	Port     uint32                 `protobuf:"varint,4,opt,name=port,proto3" json:"port,omitempty"`
 	Host     string                 `protobuf:"bytes,5,opt,name=host,proto3" json:"host,omitempty"`
-	// "healthy", "unhealthy", "unknown" (no report yet), "draining"
+	// "healthy", "unchecked" (no health check), "unhealthy", "unknown" (no report
+	// yet), "draining"
 	State        string                 `protobuf:"bytes,6,opt,name=state,proto3" json:"state,omitempty"`
 	Reason       string                 `protobuf:"bytes,7,opt,name=reason,proto3" json:"reason,omitempty"` // last failed check's error
 	Weight       uint32                 `protobuf:"varint,8,opt,name=weight,proto3" json:"weight,omitempty"`
