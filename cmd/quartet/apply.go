@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"strings"
@@ -9,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	quartetv1 "github.com/quartet-lb/quartet/api/quartet/v1"
+	"github.com/quartet-lb/quartet/api/quartet/v1/quartetv1connect"
 	"github.com/quartet-lb/quartet/manager/object"
 )
 
@@ -59,7 +61,11 @@ until the nodes run the change and says how many do.`,
 					fmt.Fprintf(c.err, "warning: %s: %s\n", o, warning)
 				}
 			}
-			return c.changed(response, response.GetChanges(), response.GetRollout(), dryRun, format)
+			err = c.changed(response, response.GetChanges(), response.GetRollout(), dryRun, format)
+			if !dryRun {
+				c.outlook(cmd.Context(), client, response.GetChanges(), format)
+			}
+			return err
 		},
 	}
 	cmd.Flags().StringArrayVarP(&files, "filename", "f", nil, "`file`, directory, or \"-\" for standard input; may be repeated")
@@ -68,6 +74,48 @@ until the nodes run the change and says how many do.`,
 	format.add(cmd, "json", "yaml")
 	_ = cmd.MarkFlagFilename("filename", "yaml", "yml", "json")
 	return cmd
+}
+
+// outlook says what keeps applied Vips from serving: DIPs that nobody has
+// checked yet, hosts without an agent. A manager that does not answer any more
+// costs only that: the change stands.
+func (c *cli) outlook(ctx context.Context, client quartetv1connect.OperatorServiceClient, changes []*quartetv1.Change, format output) {
+	const few = 10 // Vips that are asked about
+	asked := 0
+	for _, change := range changes {
+		if change.GetKind() != object.KindVip || change.GetAction() == "unchanged" {
+			continue
+		}
+		if asked++; asked > few {
+			return
+		}
+		r, err := client.List(ctx, &quartetv1.ListRequest{Kind: object.KindVip, Name: change.GetName()})
+		if err != nil {
+			return
+		}
+		for _, v := range r.GetVips() {
+			serve, unknown := 0, 0
+			for _, d := range v.GetDips() {
+				if d.GetBuckets() > 0 {
+					serve++
+				}
+				if d.GetState() == "unknown" {
+					unknown++
+				}
+			}
+			why := "the first health checks are under way"
+			for _, w := range v.GetWarnings() {
+				if strings.HasPrefix(w, "no host agent has connected ") {
+					why = "the others wait for a host agent or their first health checks"
+					fmt.Fprintf(c.err, "warning: Vip/%s: %s\n", change.GetName(), w)
+				}
+			}
+			if unknown > 0 && !format.set() {
+				fmt.Fprintf(c.out, "Vip/%s: %d of %d DIPs in rotation; %s (quartet get dips %s -w)\n",
+					change.GetName(), serve, len(v.GetDips()), why, change.GetName())
+			}
+		}
+	}
 }
 
 func addWait(cmd *cobra.Command, wait *time.Duration) {

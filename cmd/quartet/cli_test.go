@@ -144,13 +144,13 @@ func (s *site) run(run func(context.Context) error) {
 // nodes connects mux1 and host1.
 func (s *site) nodes() {
 	h := &stand[*quartetv1.MuxTables, *quartetv1.MuxDelta]{
-		trace: &quartetv1.TraceResponse{Generation: 3, Exit: "tx_ipip", Verdict: "tx", Vip: "web", Endpoint: "http", Tenant: "shop",
+		trace: &quartetv1.TraceResponse{Generation: 3, Exit: "tx", Verdict: "tx", Vip: "web", Endpoint: "http", Tenant: "shop",
 			Hash: 0xabcdef, Bucket: 7, Buckets: 256, ChosenBy: "bucket", Dip: "10.1.3.11", DipPort: 8080, Tunnel: "10.1.3.11",
 			Encapsulation: "ipip", Interface: "eth0", NextHopMac: "02:00:00:00:00:01", Steps: []string{"first", "second"},
 			PreviousDip: "10.1.3.12", BucketGeneration: 2},
 	}
 	h.report.Counters = []*quartetv1.FlowCounters{{Vip: "web", Address: "203.0.113.10", Endpoint: "http", Dip: "10.1.3.11", Packets: 10, Bytes: 1000, NewFlows: 1}}
-	h.report.Exits = map[string]uint64{"tx_ipip": 10, "no_dip": 0}
+	h.report.Exits = map[string]uint64{"tx": 10, "no_dip": 0}
 	h.report.BgpPeers = []*quartetv1.BgpPeerStatus{{Address: "10.1.0.1", Asn: 65001, State: "established", BfdUp: true}, {Address: "10.1.0.2", Asn: 65002, State: "active"}}
 	h.report.Announced = []string{"203.0.113.0/24"}
 	mux, err := nodelink.NewMux(s.config("mux1", "10.1.1.1"), h)
@@ -358,6 +358,12 @@ func TestConfiguration(t *testing.T) {
 	if _, errOut, status := s.quartet("", "get", "vips"); status != exitInvalid || !strings.Contains(errOut, "--ca is missing") {
 		t.Errorf("without configuration: %d %s", status, errOut)
 	}
+	if out, note, status := s.quartet("", "version"); status != 0 || !strings.HasPrefix(out, "quartet ") || strings.Count(note, "\n") != 1 || !strings.Contains(note, "no manager is configured") {
+		t.Errorf("version without configuration: %d %q %q", status, out, note)
+	}
+	if _, errOut, status := s.quartet("", "version", "--manager", s.url); status != exitInvalid || !strings.Contains(errOut, "--ca is missing") {
+		t.Errorf("version without a certificate: %d %s", status, errOut)
+	}
 	config := fmt.Sprintf("manager: %s\nca: ../ca.crt\ncert: ../alice.crt\nkey: %s\n", s.url, s.file("alice.key"))
 	if err := os.Mkdir(s.file("quartet"), 0o755); err != nil {
 		t.Fatal(err)
@@ -543,7 +549,7 @@ func TestMeasure(t *testing.T) {
 		counter("web", "10.0.0.1", 3000), // 1000 a second
 		counter("web", "10.0.0.2", 4000), // a mux restarted: stands still
 		counter("dns", "10.0.0.3", 9000), // appeared
-	}, Nodes: []*quartetv1.NodeCounters{node("mux1", "mux", map[string]uint64{"tx": 5000, "no_dip": 2, "never": 0}), node("host1", "host", map[string]uint64{"tx": 7})}}
+	}, Nodes: []*quartetv1.NodeCounters{node("mux1", "mux", map[string]uint64{"tx": 5000, "no_dip": 2, "no_vip": 3, "never": 0}), node("host1", "host", map[string]uint64{"tx": 7})}}
 	var b bytes.Buffer
 	if err := measure(before, after, 'p').write(&b); err != nil {
 		t.Fatal(err)
@@ -557,9 +563,10 @@ web                                    1k          800k     100
   203.0.113.10   http       10.0.0.1   1k          800k     100
   203.0.113.10   http       10.0.0.2   0           0        0
 
-MUX    EXIT     PACKETS/S   PACKETS
-mux1   tx       2k          5000
-mux1   no_dip   1           2
+MUX    EXIT     VERDICT                PACKETS/S   PACKETS
+mux1   tx       sent                   2k          5000
+mux1   no_vip   passed to the kernel   1.5         3
+mux1   no_dip   dropped                1           2
 `
 	if b.String() != want {
 		t.Errorf("got\n%s", b.String())

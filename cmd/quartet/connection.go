@@ -94,6 +94,16 @@ func (c *connection) resolve() error {
 	return nil
 }
 
+// configured says whether anything was given of how to reach the manager.
+func (c *connection) configured() bool {
+	for _, name := range []string{"manager", "ca", "cert", "key", "config"} {
+		if f := c.flags.Lookup(name); f.Changed || f.Value.String() != f.DefValue {
+			return true
+		}
+	}
+	return false
+}
+
 // client is the manager's API. It does not dial yet.
 func (c *connection) client() (quartetv1connect.OperatorServiceClient, error) {
 	if err := c.resolve(); err != nil {

@@ -147,6 +147,8 @@ func TestExitsAreDocumented(t *testing.T) {
 		for _, n := range names {
 			if name := strings.ToLower(string(n[1])); name != "count" && !strings.Contains(page, "\n| `"+name+"` |") {
 				t.Errorf("troubleshooting.md does not tell of exit %s of %s", name, file)
+			} else if v := verdictOf(name); strings.HasPrefix(file, "mux/") && name != "count" && (v == "" || !strings.Contains(page, "\n| `"+name+"` | "+v)) {
+				t.Errorf("top says of exit %s that it is %q, troubleshooting.md does not", name, v)
 			}
 		}
 	}

@@ -29,15 +29,29 @@ var kinds = []kind{
 	{"dips", "dip", "Dip"},
 }
 
+func plurals() []string {
+	var names []string
+	for _, k := range kinds {
+		names = append(names, k.plural)
+	}
+	return names
+}
+
 func findKind(name string) (kind, error) {
-	var plurals []string
 	for _, k := range kinds {
 		if l := strings.ToLower(name); l == k.plural || l == k.singular || l == strings.ToLower(k.api) || l == strings.ToLower(k.api)+"s" {
 			return k, nil
 		}
-		plurals = append(plurals, k.plural)
 	}
-	return kind{}, usageError{fmt.Errorf("%q is not a kind: %s", name, strings.Join(plurals, ", "))}
+	return kind{}, notAKind(name, plurals())
+}
+
+func notAKind(name string, valid []string) error {
+	near := &cobra.Command{SuggestionsMinimumDistance: 2}
+	for _, v := range valid {
+		near.AddCommand(&cobra.Command{Use: v, Run: func(*cobra.Command, []string) {}})
+	}
+	return usageError{fmt.Errorf("%q is not a kind%s: %s", name, didYouMean(near.SuggestionsFor(name)), strings.Join(valid, ", "))}
 }
 
 func getCommand(c *cli) *cobra.Command {
@@ -49,9 +63,11 @@ func getCommand(c *cli) *cobra.Command {
 		Long: `List vips, pools, muxes, hosts, dips, or all of them.
 
 With -o json or -o yaml, vips and pools are printed as 'quartet apply' reads
-them; 'quartet describe' adds what is observed.`,
+them; 'quartet describe' adds what is observed. The name of a DIP is its address,
+or a Vip's name for all of its DIPs.`,
 		Example: `  quartet get vips
   quartet get dips -o wide
+  quartet get dips web
   quartet get vips web -o yaml
   quartet get muxes --watch`,
 		Args:              args(cobra.MinimumNArgs(1)),
@@ -66,7 +82,7 @@ them; 'quartet describe' adds what is observed.`,
 			} else {
 				k, err := findKind(a[0])
 				if err != nil {
-					return err
+					return notAKind(a[0], append(plurals(), "all"))
 				}
 				which = []kind{k}
 			}
@@ -208,7 +224,7 @@ func rows(k kind, r *quartetv1.ListResponse, wide bool, now time.Time) *table {
 			}
 			healthy := 0
 			for _, d := range v.GetDips() {
-				if d.GetState() == "healthy" {
+				if d.GetState() == "healthy" || d.GetState() == "unchecked" {
 					healthy++
 				}
 			}
@@ -356,10 +372,7 @@ func (c *cli) watch(ctx context.Context, client quartetv1connect.OperatorService
 func (c *cli) completeNames(cmd *cobra.Command, a []string, _ string) ([]string, cobra.ShellCompDirective) {
 	const none = cobra.ShellCompDirectiveNoFileComp
 	if len(a) == 0 {
-		var names []string
-		for _, k := range kinds {
-			names = append(names, k.plural)
-		}
+		names := plurals()
 		if cmd.Name() == "get" {
 			names = append(names, "all")
 		}

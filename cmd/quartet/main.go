@@ -78,7 +78,6 @@ func run(ctx context.Context, args []string, in io.Reader, out, errOut io.Writer
 Commands speak to the manager named by --manager, by QUARTET_MANAGER, or by the
 configuration file (--config, QUARTET_CONFIG or ~/.config/quartet/config.yaml),
 whose keys are the names of these flags.`,
-		Args:          cobra.NoArgs,
 		SilenceErrors: true,
 		SilenceUsage:  true,
 		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
@@ -106,7 +105,8 @@ whose keys are the names of these flags.`,
 	case ctx.Err() != nil:
 		return exitInterrupted
 	case isUsage(err):
-		fmt.Fprintf(errOut, "quartet: %s: see '%s --help'\n", daemon.OneLine(err), cmd.CommandPath())
+		text, meant, _ := strings.Cut(err.Error(), "\n\nDid you mean this?\n") // cobra's, of an unknown command
+		fmt.Fprintf(errOut, "quartet: %s%s: see '%s --help'\n", daemon.OneLine(errors.New(text)), didYouMean(strings.Fields(meant)), cmd.CommandPath())
 		return exitInvalid
 	}
 	fmt.Fprintf(errOut, "quartet: %s\n", daemon.OneLine(err))
@@ -133,6 +133,14 @@ func args(check cobra.PositionalArgs) cobra.PositionalArgs {
 		}
 		return usageError{fmt.Errorf("%s: want %s", got, cmd.UseLine())}
 	}
+}
+
+// didYouMean is what follows an unknown word.
+func didYouMean(words []string) string {
+	if len(words) == 0 {
+		return ""
+	}
+	return fmt.Sprintf(" (did you mean %s?)", strings.Join(words, " or "))
 }
 
 // isUnknownCommand recognises cobra's untyped error.

@@ -78,6 +78,7 @@ type vipRate struct {
 type exitRate struct {
 	Node    string  `json:"node"`
 	Exit    string  `json:"exit"`
+	Verdict string  `json:"verdict"` // sent, passed, answered, dropped or unknown ("")
 	Packets float64 `json:"packets_per_second"`
 	Total   uint64  `json:"packets"` // since the mux started
 }
@@ -156,7 +157,7 @@ func measure(before, after *quartetv1.TopResponse, sortBy byte) *rates {
 		}
 		for _, exit := range sortedKeys(n.GetExits()) {
 			if is := n.GetExits()[exit]; is > 0 {
-				r.Exits = append(r.Exits, exitRate{n.GetNode(), exit, perSecond(exits[n.GetNode()][exit], is), is})
+				r.Exits = append(r.Exits, exitRate{n.GetNode(), exit, verdictOf(exit), perSecond(exits[n.GetNode()][exit], is), is})
 			}
 		}
 	}
@@ -182,11 +183,33 @@ func (r *rates) write(w io.Writer) error {
 	}
 	fmt.Fprintln(w)
 	t = &table{}
-	t.add("MUX", "EXIT", "PACKETS/S", "PACKETS")
+	t.add("MUX", "EXIT", "VERDICT", "PACKETS/S", "PACKETS")
 	for _, e := range r.Exits {
-		t.add(e.Node, e.Exit, si(e.Packets), fmt.Sprint(e.Total))
+		verdict := e.Verdict
+		if verdict == "passed" {
+			verdict = "passed to the kernel"
+		}
+		t.add(e.Node, e.Exit, verdict, si(e.Packets), fmt.Sprint(e.Total))
 	}
 	return t.print(w)
+}
+
+// verdictOf is what becomes of packets by a mux's exit, as
+// docs/operate/troubleshooting.md has it; "" of an exit of some other version.
+func verdictOf(exit string) string {
+	switch exit {
+	case "tx", "redirect":
+		return "sent"
+	case "no_vip", "not_ip":
+		return "passed"
+	case "echo_reply", "fragmentation_needed", "oversize", "time_exceeded":
+		return "answered"
+	case "answer_limited", "answer_forbidden", "truncated", "malformed", "no_endpoint", "no_dip", "unknown_fragment",
+		"unsupported_protocol", "unsupported_icmp", "unrelated_icmp", "nested_tunnel", "tunnel_to_mux", "no_route",
+		"no_neighbour", "forwarding_disabled", "no_headroom", "internal":
+		return "dropped"
+	}
+	return ""
 }
 
 // si shortens a number to three digits and a decimal prefix.

@@ -21,6 +21,10 @@ func versionCommand(c *cli) *cobra.Command {
 				return nil
 			}
 			api, err := c.conn.client()
+			if err != nil && !c.conn.configured() {
+				fmt.Fprintln(c.err, "no manager is configured, so this is the client's version only: see 'quartet --help'")
+				return nil
+			}
 			if err != nil {
 				return err
 			}
