@@ -180,7 +180,7 @@ var ErrNoLab = errors.New("there is no such lab")
 func Open(name string) (*Lab, error) {
 	s, err := load(name)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("open lab %s: %w: raise it with 'quartet lab up'", name, ErrNoLab)
+		return nil, fmt.Errorf("open lab %s: %w: raise it with '%s up'", name, ErrNoLab, Command("quartet", name))
 	}
 	if err != nil {
 		return nil, fmt.Errorf("open lab %s: %w", name, err)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"strings"
+	"time"
 
 	quartetv1 "github.com/quartet-lb/quartet/api/quartet/v1"
 	"github.com/quartet-lb/quartet/lab/fabric"
@@ -18,7 +19,9 @@ func (l *Lab) Status(ctx context.Context) (string, error) {
 	var trouble string
 	if !l.FabricOnly {
 		var err error
-		if nodes, err = l.observed(ctx); err != nil {
+		ask, cancel := context.WithTimeout(ctx, 2*time.Second)
+		defer cancel()
+		if nodes, err = l.observed(ask); err != nil {
 			trouble = fmt.Sprintf("the manager does not answer: %v\n", err)
 		}
 	}
@@ -47,6 +50,9 @@ func (l *Lab) Status(ctx context.Context) (string, error) {
 			return fmt.Sprintf("[BGP %d]", up)
 		case Mux, Host:
 			s, ok := nodes[n.Name]
+			if !ok && trouble != "" {
+				return "[no answer from the manager]"
+			}
 			if !ok {
 				return "[unknown to the manager]"
 			}
