@@ -2,14 +2,20 @@ package lab
 
 import (
 	"bytes"
+	"context"
 	"fmt"
 	"os"
 	"os/exec"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 
+	"google.golang.org/protobuf/proto"
+
+	quartetv1 "github.com/quartet-lb/quartet/api/quartet/v1"
 	"github.com/quartet-lb/quartet/lab/scenario"
+	"github.com/quartet-lb/quartet/manager/object"
 )
 
 // The one lab that the end-to-end tests share. Each scenario leaves it as it
@@ -184,6 +190,9 @@ say never
 		discard(t)
 		t.Fatalf("error %v\n%s", err, transcript.String())
 	}
+	if out := transcript.String(); !strings.HasPrefix(out[strings.LastIndexByte(strings.TrimSpace(out), '\n')+1:], "failed: fails.txt:15: ") {
+		t.Errorf("the last line:\n%s", out)
+	}
 	if strings.Contains(err.Error(), "put the lab back") {
 		discard(t)
 		t.Fatal(err)
@@ -204,6 +213,115 @@ say never
 	a, err := l.list(t.Context(), "Vip")
 	if err != nil || len(a.GetVips()) != 1 || a.GetVips()[0].GetVip().GetName() != Hello {
 		t.Errorf("VIPs are left: %v, %v", a.GetVips(), err)
+	}
+}
+
+// A scenario that would touch what the user has applied is refused in one line,
+// and what the user has stays; so is one that finds no manager.
+func TestScenarioRefused(t *testing.T) {
+	l := theLab(t)
+	api, err := l.client()
+	if err != nil {
+		t.Fatal(err)
+	}
+	run := func(text string) (string, error) {
+		s, err := scenario.Parse("mine.txt", "# nothing to draw\n"+text)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var transcript bytes.Buffer
+		_, err = l.Run(t.Context(), s, RunOptions{Out: &transcript})
+		return transcript.String(), err
+	}
+	web := "kind: Vip\nname: web\naddresses: [203.0.113.77]\nendpoints: [{protocol: TCP, port: 80, backends: [{dip: 10.1.1.11, host: 10.1.1.10, port: 8080}]}]\n"
+	docs, err := object.Read([]byte(web))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := api.Apply(t.Context(), &quartetv1.ApplyRequest{Objects: docs}); err != nil {
+		t.Fatal(err)
+	}
+	before, err := l.list(t.Context(), object.KindVip)
+	if err != nil {
+		t.Fatal(err)
+	}
+	apply := func(text string) string {
+		return "apply\n  " + strings.ReplaceAll(strings.TrimSpace(text), "\n", "\n  ") + "\n"
+	}
+	for _, c := range []struct{ text, want string }{
+		{apply(web), "mine.txt:2: apply: Vip/web exists: "},
+		{apply(strings.Replace(web, "name: web", "name: other", 1)), "Vip/web has the address 203.0.113.77 that Vip/other is to have"},
+		{"delete web\n", "mine.txt:2: delete web: Vip/web exists"},
+		{"configure c vip=web changes=1\n", "Vip/web exists"},
+		{apply("kind: VipPool\nname: lab\nprefixes: [192.0.2.0/24]"), "VipPool/lab exists"},
+	} {
+		if out, err := run(c.text); err == nil || !strings.Contains(err.Error(), c.want) || out != "" {
+			t.Errorf("%s: error %v, want %q; transcript %q", c.text, err, c.want, out)
+		}
+	}
+	out, err := run("param n 3 3\nconnect a from client1 to 203.0.113.77:80 count={n}\nexpect a.requests == 3\n")
+	if err != nil || !strings.Contains(out, "count=3") || !strings.Contains(out[strings.LastIndexByte(strings.TrimSpace(out), '\n')+1:], "passed after ") {
+		t.Errorf("%v\n%s", err, out)
+	}
+	after, err := l.list(t.Context(), object.KindVip)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, v := range before.GetVips() {
+		if len(after.GetVips()) != len(before.GetVips()) || !proto.Equal(v.GetVip(), after.GetVips()[i].GetVip()) {
+			t.Fatalf("the user's VIPs were %v and are %v", before.GetVips(), after.GetVips())
+		}
+	}
+	if _, err := api.Delete(t.Context(), &quartetv1.DeleteRequest{Objects: []*quartetv1.ObjectRef{{Kind: object.KindVip, Name: "web"}}}); err != nil {
+		t.Fatal(err)
+	}
+
+	m, _ := l.Topology.Node("manager")
+	p := l.process(m.Name, l.daemon(m))
+	if err := p.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.WaitGone(30e9); err != nil {
+		t.Fatal(err)
+	}
+	if out, err := run("expect 1 == 1\n"); err == nil || !strings.Contains(err.Error(), "the lab's manager does not run") || out != "" {
+		t.Errorf("without a manager: %v\n%s", err, out)
+	}
+	status, err := l.Status(t.Context())
+	if err != nil || !strings.Contains(status, "[no answer from the manager]") {
+		t.Errorf("%v\n%s", err, status)
+	}
+	if err := l.start(t.Context(), m); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.ready(t.Context(), 30e9); err != nil {
+		t.Error(err)
+		discard(t)
+	}
+}
+
+// An interrupted scenario says one line, and the lab is as it was.
+func TestScenarioInterrupted(t *testing.T) {
+	l := theLab(t)
+	s, err := scenario.Parse("long.txt", "# nothing to draw\nsilence mux1\nwait 5m until hops(agg1,203.0.113.0/24) == 99\n")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	var transcript bytes.Buffer
+	_, err = l.Run(ctx, s, RunOptions{Out: writerFunc(func(p []byte) {
+		transcript.Write(p)
+		if bytes.Contains(p, []byte("wait 5m")) {
+			cancel()
+		}
+	})})
+	out := transcript.String()
+	if err == nil || !strings.HasSuffix(out, "\ninterrupted; the lab is put back as it was\n") || strings.Contains(out, "diagnosis") {
+		t.Errorf("%v\n%s", err, out)
+	}
+	if err := l.ready(t.Context(), 1e9); err != nil {
+		t.Errorf("the lab was not put back: %v", err)
 	}
 }
 

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"math"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -20,6 +21,7 @@ import (
 	"time"
 
 	quartetv1 "github.com/quartet-lb/quartet/api/quartet/v1"
+	"github.com/quartet-lb/quartet/daemon"
 	"github.com/quartet-lb/quartet/lab/fabric"
 	"github.com/quartet-lb/quartet/lab/scenario"
 	"github.com/quartet-lb/quartet/lab/traffic"
@@ -82,6 +84,7 @@ type runner struct {
 	undo   map[string]func() error   // by what was done; each puts one thing back
 	order  []string                  // of undo
 	vips   map[string]bool           // applied and not deleted
+	pools  map[string]bool           // the same of VipPools
 	// Of each load: the muxes' new flows when it began, the client, and
 	// whether it uses IPv6.
 	before map[string]map[string]float64
@@ -109,6 +112,17 @@ func (v value) String() string {
 	return strconv.FormatFloat(v.number, 'f', -1, 64)
 }
 
+// rounded has three significant digits, and all of an integer's.
+func (v value) rounded() string {
+	if v.word != "" || v.number == math.Trunc(v.number) {
+		return v.String()
+	}
+	if math.Abs(v.number) >= 100 {
+		return strconv.FormatFloat(v.number, 'f', 0, 64)
+	}
+	return strconv.FormatFloat(v.number, 'g', 3, 64)
+}
+
 // Run carries a scenario out on the lab and then puts the lab back as it was,
 // also if a step fails. The error says which line it was.
 func (l *Lab) Run(ctx context.Context, s *scenario.Scenario, o RunOptions) (Result, error) {
@@ -116,7 +130,7 @@ func (l *Lab) Run(ctx context.Context, s *scenario.Scenario, o RunOptions) (Resu
 		lab: l, ctx: ctx, script: s, RunOptions: o,
 		progress: progress{o.Out, time.Now()},
 		values:   map[string]value{}, loads: map[string]traffic.Report{}, under: map[string]*background{},
-		vars: map[string]string{}, undo: map[string]func() error{}, vips: map[string]bool{},
+		vars: map[string]string{}, undo: map[string]func() error{}, vips: map[string]bool{}, pools: map[string]bool{},
 		before: map[string]map[string]float64{}, from: map[string]string{}, six: map[string]bool{},
 		result: Result{
 			Name: s.Name, Version: l.version(), Parameters: map[string]any{"size": l.Size, "mtu": l.MTU},
@@ -129,6 +143,12 @@ func (l *Lab) Run(ctx context.Context, s *scenario.Scenario, o RunOptions) (Resu
 	if err := r.bind(); err != nil {
 		return r.result, fmt.Errorf("run %s: %w", s.Name, err)
 	}
+	if err := l.answers(ctx, cmp.Or(o.Program, "quartet")); err != nil {
+		return r.result, fmt.Errorf("run %s: %w", s.Name, err)
+	}
+	if err := r.checkObjects(ctx); err != nil {
+		return r.result, fmt.Errorf("run %s: %w", s.Name, err)
+	}
 	err := r.settled(ctx)
 	if err != nil {
 		err = fmt.Errorf("the lab is not in order to begin with: %w", err)
@@ -138,16 +158,31 @@ func (l *Lab) Run(ctx context.Context, s *scenario.Scenario, o RunOptions) (Resu
 			break
 		}
 		if err = r.step(step); err != nil {
-			err = fmt.Errorf("%s.txt:%d: %s: %w", s.Name, step.Line, step.Text, err)
+			err = r.at(step, err)
 		}
 	}
-	if err != nil {
+	interrupted := ctx.Err() != nil && err != nil
+	if err != nil && !interrupted {
 		fmt.Fprint(r.Out, l.Diagnose(ctx))
 	}
 	// Putting back must happen even if ctx has ended.
 	back, cancel := context.WithTimeout(context.WithoutCancel(ctx), 60*time.Second)
 	defer cancel()
-	return r.result, errors.Join(err, r.restore(back))
+	undone := r.restore(back)
+	switch {
+	case undone == nil && interrupted:
+		err = errors.New("interrupted; the lab is put back as it was")
+		fmt.Fprintln(r.Out, err)
+		return r.result, err
+	case interrupted:
+		err = errors.New("interrupted")
+	}
+	if err = errors.Join(err, undone); err != nil {
+		fmt.Fprintf(r.Out, "failed: %s\n", daemon.OneLine(err))
+		return r.result, err
+	}
+	r.say("passed after %.1f s", time.Since(r.start).Seconds())
+	return r.result, nil
 }
 
 // placeholder is what stands for a node's address.
@@ -194,7 +229,7 @@ func (r *runner) bind() error {
 			return fmt.Errorf("%s has no parameter %q", r.script.Name, name)
 		}
 	}
-	return nil
+	return r.checkNodes()
 }
 
 // fill puts meanings in place of {name}s.
@@ -228,7 +263,7 @@ func (r *runner) step(s scenario.Step) error {
 		args[i] = r.fill(a)
 	}
 	if s.Verb != "say" && s.Verb != "draw" && s.Verb != "show" && s.Verb != "paper" && s.Verb != "plot" && s.Verb != "remember" {
-		r.say("%s", s.Text)
+		r.say("%s", r.fill(s.Text))
 	}
 	switch s.Verb {
 	case "say":
@@ -336,7 +371,7 @@ func (r *runner) step(s scenario.Step) error {
 			return fmt.Errorf("%q is not a number", v.word)
 		default:
 			r.result.Figures[args[0]] = v.number
-			r.say("  %s = %s", args[0], v)
+			r.say("  %s = %s", args[0], v.rounded())
 		}
 		return nil
 	case "paper":
@@ -396,7 +431,9 @@ func (r *runner) undone(what string) error {
 func (r *runner) restore(ctx context.Context) error {
 	var errs []error
 	for name, b := range r.under {
-		errs = append(errs, b.cmd.Process.Kill())
+		if err := b.cmd.Process.Kill(); !errors.Is(err, os.ErrProcessDone) {
+			errs = append(errs, err)
+		}
 		if <-b.end == nil {
 			r.say("load %s had ended", name)
 		}
@@ -418,14 +455,17 @@ func (r *runner) restore(ctx context.Context) error {
 			}
 		}
 	}
-	if len(r.vips) > 0 {
+	if len(r.vips)+len(r.pools) > 0 {
 		api, err := r.lab.client()
 		if err != nil {
 			return fmt.Errorf("put the lab back: %w", err)
 		}
 		var refs []*quartetv1.ObjectRef
 		for _, name := range sortedKeys(r.vips) {
-			refs = append(refs, &quartetv1.ObjectRef{Kind: "Vip", Name: name})
+			refs = append(refs, &quartetv1.ObjectRef{Kind: object.KindVip, Name: name})
+		}
+		for _, name := range sortedKeys(r.pools) {
+			refs = append(refs, &quartetv1.ObjectRef{Kind: object.KindVipPool, Name: name})
 		}
 		if _, err := api.Delete(ctx, &quartetv1.DeleteRequest{Objects: refs}); err != nil {
 			return fmt.Errorf("put the lab back: %w", err)
@@ -463,8 +503,11 @@ func (r *runner) apply(body string) error {
 		return err
 	}
 	for _, c := range answer.GetChanges() {
-		if c.GetKind() == "Vip" {
+		switch c.GetKind() {
+		case object.KindVip:
 			r.vips[c.GetName()] = true
+		case object.KindVipPool:
+			r.pools[c.GetName()] = true
 		}
 	}
 	ro := answer.GetRollout()
@@ -903,7 +946,11 @@ func (r *runner) expect(c scenario.Condition) error {
 		}[c.Op]
 	}
 	if !ok {
-		return fmt.Errorf("%s is %s, and %s is wanted", c.Left, left, c.Op+" "+right.String())
+		is, wanted := left.rounded(), right.rounded()
+		if is == wanted {
+			is, wanted = left.String(), right.String()
+		}
+		return fmt.Errorf("%s is %s, and %s %s is wanted", r.fill(c.Left.String()), is, c.Op, wanted)
 	}
 	return nil
 }
