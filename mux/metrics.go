@@ -14,24 +14,25 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 }
 
 var (
-	exitsDesc     = desc("exits_total", "Packets by way out of the packet path.", "exit")
-	eventsDesc    = desc("events_total", "What happened to packets beside their way out.", "event")
-	packetsDesc   = desc("forwarded_packets_total", "Packets sent to a DIP.", "vip", "address", "endpoint", "dip")
-	bytesDesc     = desc("forwarded_bytes_total", "Bytes of the packets sent to a DIP, as they came, from the IP header on.", "vip", "address", "endpoint", "dip")
-	newFlowsDesc  = desc("new_flows_total", "Flows that began: TCP by SYN; UDP under consistency table by first packet.", "vip", "address", "endpoint", "dip")
-	entriesDesc   = desc("flow_entries", "Connection table entries at the last sweep; trusted flows have sent more than one packet.", "class")
-	capacityDesc  = desc("flow_capacity", "Entries that the connection table has room for.")
-	peerDesc      = desc("bgp_peer_established", "1 while the BGP session is established.", "peer", "asn")
-	bfdDesc       = desc("bgp_peer_bfd_up", "1 while BFD with the peer is up; only for peers with BFD.", "peer", "asn")
-	announcedDesc = desc("announced_prefixes", "Prefixes announced to the BGP peers.")
-	tunnelsDesc   = desc("unreachable_tunnels", "Tunnels whose last three probes no host agent answered.")
-	scrapeDesc    = desc("scrape_error", "1 if the packet path's maps could not be read.")
+	exitsDesc       = desc("exits_total", "Packets by way out of the packet path.", "exit")
+	eventsDesc      = desc("events_total", "What happened to packets beside their way out.", "event")
+	packetsDesc     = desc("forwarded_packets_total", "Packets sent to a DIP.", "vip", "address", "endpoint", "dip")
+	bytesDesc       = desc("forwarded_bytes_total", "Bytes of the packets sent to a DIP, as they came, from the IP header on.", "vip", "address", "endpoint", "dip")
+	newFlowsDesc    = desc("new_flows_total", "Flows that began: TCP by SYN; UDP under consistency table by first packet.", "vip", "address", "endpoint", "dip")
+	entriesDesc     = desc("flow_entries", "Connection table entries at the last sweep; trusted flows have sent more than one packet.", "class")
+	capacityDesc    = desc("flow_capacity", "Entries that the connection table has room for.")
+	peerDesc        = desc("bgp_peer_established", "1 while the BGP session is established.", "peer", "asn")
+	bfdDesc         = desc("bgp_peer_bfd_up", "1 while BFD with the peer is up; only for peers with BFD.", "peer", "asn")
+	announcedDesc   = desc("announced_prefixes", "Prefixes announced to the BGP peers.")
+	unreachableDesc = desc("unreachable_prefixes", "Announced prefixes, host routes aside, whose unassigned addresses the kernel calls unreachable.")
+	tunnelsDesc     = desc("unreachable_tunnels", "Tunnels whose last three probes no host agent answered.")
+	scrapeDesc      = desc("scrape_error", "1 if the packet path's maps could not be read.")
 )
 
 // Describe implements prometheus.Collector.
 func (c *collector) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{exitsDesc, eventsDesc, packetsDesc, bytesDesc, newFlowsDesc, entriesDesc,
-		capacityDesc, peerDesc, bfdDesc, announcedDesc, tunnelsDesc, scrapeDesc} {
+		capacityDesc, peerDesc, bfdDesc, announcedDesc, unreachableDesc, tunnelsDesc, scrapeDesc} {
 		out <- d
 	}
 }
@@ -93,6 +94,7 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	}
 	_, announced := c.m.routes.status()
 	gauge(announcedDesc, float64(len(announced)))
+	gauge(unreachableDesc, float64(c.m.routes.unassigned.count()))
 	gauge(tunnelsDesc, float64(len(c.m.prober.Unreachable())))
 	gauge(scrapeDesc, failed)
 }

@@ -141,7 +141,7 @@ func Run(ctx context.Context, c Config) error {
 	defer cancel()
 	err = m.routes.stop(closing)
 	if c.DetachOnStop {
-		err = errors.Join(err, m.data.Detach())
+		err = errors.Join(err, m.data.Detach(), deleteRoutes())
 	}
 	return err
 }
@@ -407,8 +407,12 @@ type announcer struct {
 	log     *slog.Logger
 	speaker bgp.Speaker // nil: no BGP
 	changed chan struct{}
+	// unassigned has the routes of the announced prefixes in the own kernel.
+	// They stay while draining and after: routers take time to heed.
+	unassigned *unassigned
 
 	mu        sync.Mutex
+	given     bool             // guarded by mu: want was set
 	want      []netip.Prefix   // guarded by mu
 	drain     bool             // guarded by mu
 	announced []netip.Prefix   // guarded by mu: what the speaker was told last
@@ -422,7 +426,7 @@ type announcer struct {
 const farewell = 500 * time.Millisecond
 
 func newAnnouncer(ctx context.Context, c *bgp.Config, log *slog.Logger) (*announcer, error) {
-	a := &announcer{log: log, changed: make(chan struct{}, 1), settled: make(chan struct{})}
+	a := &announcer{log: log, changed: make(chan struct{}, 1), settled: make(chan struct{}), unassigned: &unassigned{log: log}}
 	close(a.settled)
 	if c == nil {
 		return a, nil
@@ -436,10 +440,10 @@ func newAnnouncer(ctx context.Context, c *bgp.Config, log *slog.Logger) (*announ
 func (a *announcer) set(prefixes []netip.Prefix, drain bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if drain == a.drain && slices.Equal(prefixes, a.want) {
+	if a.given && drain == a.drain && slices.Equal(prefixes, a.want) {
 		return
 	}
-	a.want, a.drain = prefixes, drain
+	a.given, a.want, a.drain = true, prefixes, drain
 	select {
 	case <-a.settled:
 		a.settled = make(chan struct{})
@@ -463,6 +467,7 @@ func (a *announcer) run(ctx context.Context) {
 		a.mu.Lock()
 		want, drain, announced := a.want, a.drain, a.announced
 		a.mu.Unlock()
+		a.unassigned.set(want)
 		if drain && len(announced) > 0 {
 			a.tell(ctx, announced, bgp.GracefulShutdown)
 			select {

@@ -20,6 +20,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/types/known/structpb"
 
@@ -783,5 +784,109 @@ func TestPinnedPacketPath(t *testing.T) {
 	m1.terminate()
 	if _, err := os.Stat(n.pin("m1")); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("pins are left after --detach-on-stop: %v", err)
+	}
+}
+
+// unreachable lists the unreachable routes of a mux's own.
+func (n *network) unreachable(m string) []string {
+	n.t.Helper()
+	var out []string
+	must(n.t, n.nodes[m].Do(func() error {
+		h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+		if err != nil {
+			return err
+		}
+		defer h.Close()
+		routes, err := unreachableRoutes(h)
+		for p := range routes {
+			out = append(out, p.String())
+		}
+		slices.Sort(out)
+		return err
+	}))
+	return out
+}
+
+// A packet to an address of an announced prefix that is no VIP reaches the mux
+// once: it does not go to and fro between router and mux until its TTL ends.
+func TestUnassignedAddress(t *testing.T) {
+	n := newNetwork(t)
+	n.certificates()
+	n.bird()
+	n.manager()
+	leftover := netip.MustParsePrefix("198.18.0.0/24")
+	must(t, n.nodes["m1"].Do(func() error { return netlink.RouteAdd(unreachableRoute(leftover)) }))
+	m1 := n.mux("m1")
+	n.wantReady("m1", "ready")
+	n.apply(poolObject, webObject("hash"))
+	n.wantWays("m1")
+	must(t, n.nodes["router"].Nft(`table inet unassigned {
+  counter v4 {}
+  counter v6 {}
+  chain forward { type filter hook forward priority 0;
+    oifname "m1" ip daddr 203.0.113.77 counter name v4; oifname "m1" ip6 daddr 2001:db8:100::77 counter name v6; }
+}`))
+	for _, c := range []struct {
+		counter, address string
+		level, option    int
+	}{
+		{"v4", "203.0.113.77", unix.IPPROTO_IP, unix.IP_RECVERR},
+		{"v6", "2001:db8:100::77", unix.IPPROTO_IPV6, unix.IPV6_RECVERR},
+	} {
+		var conn net.Conn
+		must(t, n.nodes["client"].Do(func() (err error) {
+			conn, err = net.Dial("udp", net.JoinHostPort(c.address, "53"))
+			return err
+		}))
+		defer conn.Close()
+		raw, err := conn.(*net.UDPConn).SyscallConn()
+		must(t, err)
+		must(t, raw.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), c.level, c.option, 1) }))
+		must(t, err)
+		_, err = conn.Write([]byte("x"))
+		must(t, err)
+		must(t, conn.SetReadDeadline(time.Now().Add(30*time.Second)))
+		// An ICMP error comes either way: "unreachable", or "time exceeded" of
+		// the packet that looped.
+		if _, err = conn.Read(make([]byte, 1)); !errors.Is(err, unix.EHOSTUNREACH) && !errors.Is(err, unix.ENETUNREACH) {
+			t.Errorf("%s: the client sees %v", c.address, err)
+		}
+		out, err := n.nodes["router"].Run(fabric.Command{Args: []string{"nft", "list", "counter", "inet", "unassigned", c.counter}})
+		must(t, err)
+		if !strings.Contains(out, "packets 1 ") {
+			t.Errorf("%s: one packet reached the mux more than once: %s", c.address, out)
+		}
+	}
+	s := n.server()
+	n.load(s, vip).warm()
+	l6 := n.load(s, vip6)
+	l6.next = 1 << 32
+	l6.warm()
+
+	want := []string{pool6.String(), pool4.String()}
+	if got := n.unreachable("m1"); !slices.Equal(got, want) {
+		t.Errorf("unreachable routes %v, want %v", got, want)
+	}
+	if _, text := n.get("m1", "/metrics"); !strings.Contains(text, "quartet_mux_unreachable_prefixes 2") {
+		t.Error("no quartet_mux_unreachable_prefixes 2 in /metrics")
+	}
+	m1.terminate()
+	if got := n.unreachable("m1"); !slices.Equal(got, want) {
+		t.Errorf("stopped: unreachable routes %v, want %v", got, want)
+	}
+	detach := exec.Command(binaries+"/quartet-mux", "detach", "--pin-dir", n.pin("m1"))
+	must(t, n.nodes["m1"].StartIn(detach))
+	must(t, detach.Wait())
+	if got := n.unreachable("m1"); len(got) > 0 {
+		t.Errorf("detached: unreachable routes %v", got)
+	}
+	m1 = n.mux("m1", "--detach-on-stop")
+	n.wantWays("m1")
+	if got := n.unreachable("m1"); !slices.Equal(got, want) {
+		t.Errorf("started again: unreachable routes %v, want %v", got, want)
+	}
+	m1.terminate()
+	if got := n.unreachable("m1"); len(got) > 0 {
+		t.Errorf("after --detach-on-stop: unreachable routes %v", got)
 	}
 }

@@ -94,7 +94,7 @@ forwarding; the next process adopts it. "quartet-mux detach" takes it off.`,
 		Use:   "detach",
 		Short: "Take the mux's program off all interfaces and remove what is pinned",
 		Args:  cobra.NoArgs,
-		RunE:  func(*cobra.Command, []string) error { return datapath.Detach(pin) },
+		RunE:  func(*cobra.Command, []string) error { return mux.Detach(pin) },
 	}
 	detach.Flags().StringVar(&pin, "pin-dir", defaultPin, "`directory` where program and maps are pinned")
 	root.AddCommand(detach)
