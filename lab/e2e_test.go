@@ -190,7 +190,7 @@ say never
 		discard(t)
 		t.Fatalf("error %v\n%s", err, transcript.String())
 	}
-	if out := transcript.String(); !strings.HasPrefix(out[strings.LastIndexByte(strings.TrimSpace(out), '\n')+1:], "failed: fails.txt:15: ") {
+	if out := transcript.String(); !strings.HasPrefix(final(out), "failed: fails.txt:15: ") {
 		t.Errorf("the last line:\n%s", out)
 	}
 	if strings.Contains(err.Error(), "put the lab back") {
@@ -214,6 +214,12 @@ say never
 	if err != nil || len(a.GetVips()) != 1 || a.GetVips()[0].GetVip().GetName() != Hello {
 		t.Errorf("VIPs are left: %v, %v", a.GetVips(), err)
 	}
+}
+
+// final is a transcript's last line.
+func final(transcript string) string {
+	lines := strings.Split(strings.TrimSpace(transcript), "\n")
+	return lines[len(lines)-1]
 }
 
 // A scenario that would touch what the user has applied is refused in one line,
@@ -260,7 +266,7 @@ func TestScenarioRefused(t *testing.T) {
 		}
 	}
 	out, err := run("param n 3 3\nconnect a from client1 to 203.0.113.77:80 count={n}\nexpect a.requests == 3\n")
-	if err != nil || !strings.Contains(out, "count=3") || !strings.Contains(out[strings.LastIndexByte(strings.TrimSpace(out), '\n')+1:], "passed after ") {
+	if err != nil || !strings.Contains(out, "count=3") || !strings.Contains(final(out), "passed after ") {
 		t.Errorf("%v\n%s", err, out)
 	}
 	after, err := l.list(t.Context(), object.KindVip)
